@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How far a training's loss in bf16 is from that in f32, step by step: of two runs of ours, or of PyTorch's autocast beside its f32.
+"""Compares losses of bf16 and f32 training step by step: of two runs of ours, or of PyTorch's autocast and its f32.
 
     fireclay train gpt2-124m --backend cuda --json --data TEXT --set tokenizer=TOKENIZER --set accumulation=1 --set warmup_steps=20 \\
         --set valid_every=100000 --steps 200 --seed S --precision bf16 > bf16.jsonl      # and f32

@@ -1,6 +1,6 @@
-//! A training loop of your own, on a backend chosen at run time:
-//! `cargo run --release --example any_backend -- [cpu|wgpu|vulkan|cuda]`, each of them built in by the feature of its name.
-//! Without a name it is the fastest that is there.
+//! A custom training loop, on a backend chosen at run time: `cargo run --release --example
+//! any_backend -- [cpu|wgpu|vulkan|cuda]`, each enabled by the feature of its name. By default it
+//! runs on the fastest available backend.
 //!
 //! A small Llama learns to count in words, and then counts.
 
@@ -35,13 +35,13 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Work is written once, for any backend; a closure could not be.
+/// Generic work for any backend, which a closure cannot be.
 struct Counting {
     steps: u64,
 }
 
 impl OnBackend for Counting {
-    /// How the model counts.
+    /// The model's output.
     type Output = String;
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<String, Failure> {
@@ -65,16 +65,16 @@ impl OnBackend for Counting {
         let model = model.valid();
         let mut cache = model.cache(128);
         let row = cache.add_row();
-        let likeliest = SampledRows::new(&[Sampling::greedy().into()], &device);
+        let greedy = SampledRows::new(&[Sampling::greedy().into()], &device);
         let prompt = "one two ";
         let hidden = model.prefill(&[(row, &tokenizer.encode(prompt)?)], &mut cache);
-        let mut next = model.sample(hidden, &likeliest, None, &cache);
+        let mut next = model.sample(hidden, &greedy, None, &cache);
         let (mut stream, mut counted) = (tokenizer.stream(), prompt.to_string());
         for _ in 0..41 {
-            // A token that is read waits for the device; `generation` reads some steps later.
+            // Reading a token waits for the device; `generation` reads it some steps later.
             let token = next.clone().into_data().iter::<i64>().next().unwrap_or_default();
             counted.push_str(&stream.push(token as u32)?);
-            (next, _) = model.next_tokens(Some((next, &[row])), &[], &likeliest, None, &mut cache);
+            (next, _) = model.next_tokens(Some((next, &[row])), &[], &greedy, None, &mut cache);
         }
         Ok(counted)
     }

@@ -1,7 +1,8 @@
-//! An operation of your own: fused on the CPU, the small operations of Burn elsewhere, with a gradient of its own, and a
-//! check of both. `cargo run --release --example custom_op`.
+//! A custom operation with its gradient: fused on the CPU, from Burn's basic operations elsewhere,
+//! and a check of both. `cargo run --release --example custom_op`.
 //!
-//! The operation is the squared ReLU of So et al. (2021, "Primer"): `max(x, 0)^2`, whose gradient is `2 max(x, 0)`.
+//! The operation is the squared ReLU of So et al. (2021, "Primer"): `max(x, 0)^2`, whose gradient
+//! is `2 max(x, 0)`.
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -11,7 +12,7 @@ use burn::backend::{Autodiff, NdArray};
 use burn::tensor::{Distribution, Tensor, TensorData, TensorPrimitive, Tolerance};
 use fireclay_kernels::{Backend, recorder};
 
-/// The operation on a backend: the bodies are the reference, which a backend may replace.
+/// The operation on a backend: the default methods are the reference, which a backend may override.
 trait SquaredReluOps: Backend {
     fn forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
         x.clamp_min(0.0).powi_scalar(2)
@@ -22,7 +23,7 @@ trait SquaredReluOps: Backend {
     }
 }
 
-/// What a model calls. The recorder counts it with the operations of the library.
+/// The public function for models. The recorder counts it with the library's operations.
 fn squared_relu<B: SquaredReluOps>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let _op = recorder::op("squared_relu", || vec![recorder::operand(&x)]);
     B::forward(x)
@@ -37,7 +38,7 @@ impl SquaredReluOps for NdArray {
     }
 }
 
-/// A node of the graph: what it keeps is the input.
+/// Its graph node, which saves the input.
 #[derive(Debug)]
 struct SquaredRelu;
 
@@ -53,7 +54,7 @@ impl<B: SquaredReluOps> Backward<B, 1> for SquaredRelu {
     }
 }
 
-/// On a backend with gradients, forward and backward belong together.
+/// On a backend with gradients, forward and backward are tied together.
 impl<B: SquaredReluOps, C: CheckpointStrategy> SquaredReluOps for Autodiff<B, C> {
     fn forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
         let x = x.into_primitive().tensor();
@@ -82,7 +83,7 @@ fn main() {
     for shape in [[1, 1], [3, 5], [64, 257]] {
         let x = Tensor::<NdArray, 2>::random(shape, Distribution::Normal(0.0, 1.0), &Default::default());
         let ours = with_gradient(&x, squared_relu);
-        // Burn's own gradient of its small operations.
+        // Burn's own gradient of its basic operations.
         let theirs = with_gradient(&x, |x| x.clamp_min(0.0).powi_scalar(2));
         for (ours, theirs) in ours.iter().zip(&theirs) {
             ours.assert_approx_eq::<f32>(theirs, Tolerance::default());

@@ -1,4 +1,5 @@
-//! The decoder in a program of your own: open a model once, then write as often as you like, token by token.
+//! The decoder in your own program: open a model once, then generate any number of times, token by
+//! token.
 //!
 //! `cargo run --release --example embed_decoder -- MODEL_DIR PROMPT...`
 
@@ -22,15 +23,19 @@ fn main() -> Result<(), Failure> {
         print!("{prompt}");
         let done = generator.generate(&generator.prepare(prompt, &options)?, &options, |text| {
             print!("{text}");
-            // A reader who is gone is no reason to stop.
+            // A closed output is not an error.
             let _ = std::io::stdout().flush();
         })?;
         println!("\n[{} tokens]", done.tokens.len());
     }
 
-    // Several at once, each as if it were alone.
+    // A batch; each output equals that of a separate call.
     let prepared = prompts.iter().map(|prompt| generator.prepare(prompt, &options)).collect::<Result<Vec<_>, _>>()?;
     let together = generator.generate_batch(&prepared.iter().collect::<Vec<_>>(), 0, &options, |_, _| {})?;
-    println!("{} texts at once, {} tokens", together.len(), together.iter().map(|one| one.tokens.len()).sum::<usize>());
+    println!(
+        "{} outputs in a batch, {} tokens",
+        together.len(),
+        together.iter().map(|one| one.tokens.len()).sum::<usize>()
+    );
     Ok(())
 }

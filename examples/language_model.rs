@@ -1,4 +1,4 @@
-//! Trains a small language model on the embedded stories, draws its loss curve, and lets it write.
+//! Trains a small language model on the embedded stories, plots its loss, and generates text.
 //!
 //! `cargo run --release --example language_model -- [STEPS]` writes into `target/language_model`.
 
@@ -23,7 +23,7 @@ fn main() -> Result<(), Failure> {
     let (mut losses, mut pending) = (Vec::new(), Vec::new());
     while trainer.step() < recipe.training.steps {
         pending.push(trainer.train_step()?);
-        // Losses stay on the device until they are read, some at a time.
+        // Losses stay on the device and are read a few at a time.
         if pending.len() == 50 || trainer.step() == recipe.training.steps {
             for (loss, _) in read_steps(&std::mem::take(&mut pending))? {
                 losses.push((losses.len() as f64, loss));

@@ -1,8 +1,10 @@
-//! Opens a model's folder and looks inside: where its heads attend, and what it would say after each block.
+//! Opens a model folder and looks inside: where its heads attend, and what it would predict after
+//! each block.
 //!
-//! `cargo run --release --example look_inside -- [MODEL TEXT]` takes a folder, or a name of the hub such as
-//! `openai-community/gpt2`. Without one it first makes a model that learns to repeat what it has seen, and finds the head
-//! that does it: an induction head (Olsson et al., 2022). Pictures go into `target/look_inside`.
+//! `cargo run --release --example look_inside -- [MODEL TEXT]` takes a folder, or a name on the hub
+//! such as `openai-community/gpt2`. Without one it first trains a model to repeat what it has seen,
+//! and finds the head that does it: an induction head (Olsson et al., 2022). Plots go into
+//! `target/look_inside`.
 
 use std::path::{Path, PathBuf};
 
@@ -38,7 +40,8 @@ fn main() -> Result<(), Failure> {
     let row: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
     let inside = model.inspect(Tensor::<B, 1, Int>::from_ints(&*row, &device).unsqueeze::<2>());
 
-    // Every head at a glance, then the one that looks most at what followed the last time its token was there.
+    // Every head at a glance, then the one that attends most to the token after the previous
+    // occurrence of its own.
     let mut heads = Vec::new();
     for layer in 0..inside.attention.len() {
         for head in 0..model.config().n_heads {
@@ -49,7 +52,7 @@ fn main() -> Result<(), Failure> {
     attention_maps("Where the heads attend", model.config().n_heads, &heads)?.save(&out.join("heads.svg"))?;
     let best = heads.iter().map(|(name, weights)| (induction(&ids, weights), name, weights));
     if let Some((score, name, weights)) = best.max_by(|a, b| a.0.total_cmp(&b.0)) {
-        println!("{name} gives {:.0}% of its attention to what came next the last time", 100.0 * score);
+        println!("{name} gives {:.0}% of its attention to the token after the previous occurrence", 100.0 * score);
         attention_map(name, &tokens, weights)?.save(&out.join("induction.svg"))?;
     }
     let streams = inside.residual.iter().map(|residual| model.logit_lens(residual.clone()));
@@ -59,14 +62,14 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// The mean weight that a head gives, from each token that was there before, to the one after its last appearance.
+/// A head's mean weight on the token after the previous occurrence, over all tokens that have one.
 fn induction(ids: &[u32], weights: &[f32]) -> f32 {
     let before = |at: usize| ids[..at].iter().rposition(|id| *id == ids[at]);
     let found: Vec<f32> = (0..ids.len()).filter_map(|at| Some(weights[at * ids.len() + before(at)? + 1])).collect();
     found.iter().sum::<f32>() / found.len().max(1) as f32
 }
 
-/// Makes a model of two layers that has read nothing but strings of letters, each written twice.
+/// Trains a two-layer model on strings of letters, each written twice.
 fn repeater(folder: &Path) -> Result<PathBuf, Failure> {
     let mut text = String::new();
     for line in 0..20_000 {

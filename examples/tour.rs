@@ -1,4 +1,4 @@
-//! A tour of the library: tensors, gradients, attention as a picture, a transformer.
+//! A tour of the library: tensors, gradients, an attention plot, a transformer.
 //!
 //! `cargo run --release --example tour` writes `attention.svg` into `target/`.
 
@@ -26,7 +26,8 @@ fn main() -> Result<(), Failure> {
     let gradients = norm(x, &Norm::rms(scale.clone(), 1e-6)).sum().backward();
     println!("an RMS norm's gradient of its scale: {}", scale.grad(&gradients).expect("the scale is tracked"));
 
-    // Where attention looks: queries that are like a key attend to it, and a causal mask hides what comes later.
+    // An attention map: queries similar to a key attend to it, and a causal mask hides later
+    // tokens.
     let tokens: Vec<String> = ["the", "cat", "saw", "the", "cat"].map(String::from).into();
     let words = Tensor::<B, 2>::random([3, 16], Distribution::Normal(0.0, 1.0), &device);
     let which = Tensor::<B, 1, Int>::from_ints([0, 1, 2, 0, 1], &device);

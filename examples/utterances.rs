@@ -1,4 +1,5 @@
-//! Trains on the embedded home assistant's utterances, draws which intents are confused, and reads one.
+//! Trains on the embedded home assistant's utterances, plots intent confusions, and predicts an
+//! utterance.
 //!
 //! `cargo run --release --example utterances -- [STEPS]` writes into `target/utterances`.
 

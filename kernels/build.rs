@@ -1,4 +1,5 @@
-//! Hashes the kernels' sources, so that kernels compiled from other sources are never taken from a cache.
+//! Hashes the kernels' sources, so that kernels compiled from other sources are never taken from a
+//! cache.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,7 +19,7 @@ fn read(folder: &Path, sources: &mut BTreeMap<String, String>) {
     for path in entries.map(|entry| entry.expect("a readable folder").path()) {
         if path.is_dir() {
             read(&path, sources);
-        } else {
+        } else if path.extension().is_none_or(|extension| extension != "md") {
             let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             sources.insert(path.display().to_string(), text);
         }

@@ -1,4 +1,4 @@
-//! From a backend's name to its device: the only file that knows which backends are built in.
+//! Backends by name, and their devices: the only file that knows which backends are built in.
 
 use burn::tensor::backend::DeviceOps;
 use clap::ValueEnum;
@@ -10,7 +10,7 @@ use crate::failure::Failure;
 /// A backend by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendName {
-    /// The processor, f32.
+    /// The CPU, in f32.
     Cpu,
     /// Vulkan, Metal or DX12 through WGPU.
     Wgpu,
@@ -25,22 +25,22 @@ pub const BACKENDS: [BackendName; 4] = [BackendName::Cuda, BackendName::Vulkan, 
 
 /// Work that runs on any backend.
 pub trait OnBackend {
-    /// What it gives.
+    /// Its result.
     type Output;
 
-    /// Does the work where `context` says.
+    /// Does the work on `context`'s device.
     ///
     /// # Errors
-    /// Whatever the work runs into.
+    /// Any error of the work.
     fn run<B: Backend>(self, context: RunContext<B>) -> Result<Self::Output, Failure>;
 }
 
-/// Where work runs.
+/// Where work runs: a device, and a rank.
 #[derive(Clone, Debug)]
 pub struct RunContext<B: Backend> {
     /// The device of this process.
     pub device: B::Device,
-    /// Which of the processes that work together this one is.
+    /// The rank of this process.
     pub rank: Rank,
 }
 
@@ -52,7 +52,7 @@ impl<B: Backend> RunContext<B> {
 }
 
 impl BackendName {
-    /// The name as it is typed.
+    /// The name on the command line.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -62,7 +62,7 @@ impl BackendName {
         }
     }
 
-    /// Whether this binary has it.
+    /// Whether it is built into this binary.
     pub fn is_built_in(self) -> bool {
         match self {
             Self::Cpu => cfg!(feature = "ndarray"),
@@ -72,7 +72,7 @@ impl BackendName {
         }
     }
 
-    /// The devices it finds here, or one line on what it misses.
+    /// The devices it finds, or one line on what is missing.
     ///
     /// # Errors
     /// If it is not built in, or lacks a driver, a run-time compiler or headers.
@@ -103,8 +103,8 @@ impl BackendName {
         Failure::new(format!("backend {}: {reason}", self.as_str()))
     }
 
-    /// The backend to use when none is asked for: the fastest that is built in and finds a device that is not the
-    /// processor in disguise.
+    /// The default backend: the fastest that is built in and finds a device other than a CPU
+    /// emulation.
     pub fn best() -> Self {
         let usable = |name: &BackendName| {
             name.is_built_in()
@@ -115,10 +115,10 @@ impl BackendName {
         BACKENDS.into_iter().find(usable).unwrap_or(Self::Cpu)
     }
 
-    /// Does `work` on this backend's default device.
+    /// Runs `work` on this backend's default device.
     ///
     /// # Errors
-    /// If the backend is not there, and whatever the work runs into.
+    /// If the backend is not available, or the work fails.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
         self.run_as(Rank::ONLY, 0, work)
     }
@@ -144,7 +144,8 @@ impl BackendName {
             #[cfg(feature = "ndarray")]
             Self::Cpu => {
                 devices::keep_freed_memory();
-                // On one of the threads that do the work: from outside, each operation would wake two and wait for them.
+                // On a thread of the pool: from outside, each operation would wake two threads and
+                // wait for them.
                 rayon::scope(|_| run_on::<burn::backend::NdArray, W>((rank, 0), work))
             }
             #[cfg(feature = "wgpu")]
@@ -156,7 +157,7 @@ impl BackendName {
         }
     }
 
-    /// Sets CubeCL up, with the compiled kernels in the user's cache folder, where there is one.
+    /// Configures CubeCL, with compiled kernels cached in the user's cache folder, if there is one.
     #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), expect(unused_variables))]
     fn configure(self, devices: &[DeviceInfo]) {
         #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -168,7 +169,7 @@ impl BackendName {
         }
     }
 
-    /// How its kernels are compiled, where that is worth saying.
+    /// How its kernels are compiled, if noteworthy.
     pub fn note(self) -> &'static str {
         match self {
             Self::Wgpu if cfg!(all(feature = "vulkan", target_os = "linux")) => {
@@ -182,18 +183,18 @@ impl BackendName {
     }
 }
 
-/// How long kernels wait within themselves, where the environment says it.
+/// The time limit of waiting kernels, if the environment sets it.
 fn wait_as_asked() -> Result<(), Failure> {
     const NAME: &str = "FIRECLAY_WAIT_SECONDS";
     let Some(asked) = std::env::var_os(NAME) else { return Ok(()) };
     let seconds = asked.to_str().and_then(|asked| asked.parse().ok()).filter(|seconds| (1..=3600).contains(seconds));
-    let wrong = || Failure::new(format!("{NAME} is {}: give seconds from 1 to 3600", asked.display()));
+    let wrong = || Failure::new(format!("{NAME} is {}: it must be 1 to 3600 seconds", asked.display()));
     use_wait_seconds(seconds.ok_or_else(wrong)?);
     Ok(())
 }
 
-/// Does the work on the device of a number and waits until the device is done with it, failed or not: a driver that is
-/// unloaded while it works may take the process, and its exit code, with it.
+/// Runs the work on the device of an index and waits for the device, even after an error: a driver
+/// unloaded while it works may crash the process and lose its exit code.
 #[cfg(any(feature = "ndarray", feature = "wgpu", feature = "cuda"))]
 fn run_on<B: Backend, W: OnBackend>((rank, number): (Rank, usize), work: W) -> Result<W::Output, Failure> {
     let mut device = B::Device::default();

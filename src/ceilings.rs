@@ -1,4 +1,4 @@
-//! What the hardware could do: copies measured on the spot, matrix products by the datasheet.
+//! The hardware's limits: copy speed, measured; matrix throughput, from the datasheet.
 
 use std::time::Instant;
 
@@ -8,33 +8,33 @@ use rayon::prelude::*;
 
 use crate::failure::Failure;
 
-/// Bytes that are copied: well beyond any cache.
+/// Bytes to copy, far beyond any cache.
 const COPIED: usize = 240 << 20;
-/// Arrays that a device's copy is of: some devices bind no more than 128 MiB.
+/// Arrays per copy, since some devices bind no more than 128 MiB.
 const ARRAYS: usize = 2;
-/// Copies of which the best counts.
+/// Number of copies, of which the fastest counts.
 const COPIES: usize = 8;
 
-/// Multiplications and additions in a second, at best, of matrix products without sparsity.
+/// Peak dense FLOP/s of matrix products.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peaks {
-    /// Of 16-bit floats with sums in f32.
+    /// 16-bit floats with f32 accumulation.
     pub half: f64,
-    /// Of f32: in TF32, or else by f32 units or by three products in TF32, whichever is more.
+    /// f32: in TF32, else the faster of f32 units and three TF32 products.
     pub single: f64,
 }
 
-/// What the hardware could do.
+/// The hardware's limits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ceilings {
-    /// Bytes read and written in a second by a copy, measured.
+    /// Copy speed: bytes read and written per second, measured.
     pub bytes_per_second: f64,
-    /// From the datasheet, or as given; unknown otherwise.
+    /// From the datasheet or as given, if known.
     pub peaks: Option<Peaks>,
 }
 
-/// TFLOP/s of 16-bit products and of f32 units, dense, by what a device calls itself: NVIDIA's datasheets. The longest name that
-/// fits counts.
+/// TFLOP/s of dense 16-bit products and of f32 units by device name, from NVIDIA's datasheets. The
+/// longest matching name counts.
 const DATASHEETS: [(&str, f64, f64); 19] = [
     ("H100", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
@@ -58,15 +58,15 @@ const DATASHEETS: [(&str, f64, f64); 19] = [
 ];
 
 impl Peaks {
-    /// The same for all, in TFLOP/s.
+    /// The same value for all, in TFLOP/s.
     pub fn given(tflops: f64) -> Self {
         let peak = tflops * 1e12;
         Self { half: peak, single: peak }
     }
 
-    /// From the datasheet of a device, where it is known, for products of f32 that are computed in this way.
+    /// From a device's datasheet, if known, for products of f32 computed in this way.
     pub fn of(device: &str, products: F32Products) -> Option<Self> {
-        // "A10" is no part of "A100".
+        // "A10" must not match "A100".
         let words: Vec<&str> = device.split([' ', '-']).collect();
         let named = |name: &str| {
             let name: Vec<&str> = name.split(' ').collect();
@@ -74,7 +74,8 @@ impl Peaks {
         };
         let found = DATASHEETS.iter().filter(|(name, ..)| named(name)).max_by_key(|(name, ..)| name.len());
         found.map(|(name, half, units)| {
-            // By the same datasheets. Of three products in one, devices of compute capability 9.0 have a kernel.
+            // From the same datasheets. Only compute capability 9.0 has a kernel for three products
+            // in one.
             let tf32 = half / 2.0;
             let three = if ["H100", "H200"].iter().any(|known| name.contains(known)) { tf32 / 3.0 } else { 0.0 };
             let single = if products == F32Products::Tf32 { tf32 } else { units.max(three) };
@@ -89,10 +90,11 @@ impl Peaks {
 }
 
 impl Ceilings {
-    /// Measures copies on `device`, and looks its name up for the rest, unless `peak` gives it, in TFLOP/s.
+    /// Measures copies on `device`. The matrix peak is `peak` in TFLOP/s, or looked up by the
+    /// device's name.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn measure<B: Backend>(
         name: &str,
         peak: Option<f64>,

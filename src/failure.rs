@@ -1,9 +1,9 @@
-//! Why something could not be done.
+//! Errors for users.
 
 use fireclay_datasets::DataError;
 use fireclay_model::{ConfigError, WeightsError};
 
-/// Why something could not be done, in one line that says what, where and how to mend it.
+/// An error in one line that says what failed, where, and how to fix it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
@@ -12,22 +12,22 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// It failed: exit code 1.
+    /// An error with exit code 1.
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: one_line(&message.into()), usage: false }
     }
 
-    /// It was asked for wrongly: exit code 2.
+    /// A usage error, with exit code 2.
     pub fn usage(message: impl Into<String>) -> Self {
         Self { message: one_line(&message.into()), usage: true }
     }
 
-    /// The same, of something named.
+    /// The same error, prefixed with a name.
     pub(crate) fn about(self, what: &str) -> Self {
         Self { message: format!("{what}: {}", self.message), ..self }
     }
 
-    /// The exit code that goes with it.
+    /// Its exit code.
     pub fn exit_code(&self) -> u8 {
         if self.usage { 2 } else { 1 }
     }

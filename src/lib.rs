@@ -1,8 +1,10 @@
-//! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
+//! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a
+//! terminal or as crates.
 //!
-//! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints, generation, chat,
-//! evaluation, prediction and the hub. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data
-//! is in [`fireclay_datasets`].
+//! This crate is the program `fireclay` and its library: recipes, training, checkpoints,
+//! generation, chat, evaluation, prediction and downloads. The transformer is in
+//! [`fireclay_model`], its operations are in [`fireclay_kernels`], data is in
+//! [`fireclay_datasets`].
 //!
 //! ```
 //! use burn::backend::NdArray;
@@ -27,7 +29,7 @@ mod device_read;
 pub mod download;
 mod failure;
 pub mod inference;
-mod model_folder;
+pub mod model_folder;
 pub mod plots;
 pub mod precision;
 mod process_memory;

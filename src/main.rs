@@ -4,8 +4,8 @@ mod cli;
 
 use std::process::ExitCode;
 
-/// Keeps what a step gave back for the next one: the system's allocator would give it to the system, which clears each
-/// page again.
+/// Reuses memory freed by a step: the system's allocator would return it to the system, which
+/// clears each page again.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -2,35 +2,40 @@
 
 use burn::tensor::{DType, FloatDType};
 use fireclay_kernels::{Backend, F32Products, Format};
-use fireclay_model::MatrixDtype;
+use fireclay_model::{MatrixDtype, ModelFolder, Transformer};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 
-/// Dtype of activations and products, and of matrices where nothing is trained: in training, parameters are f32.
+/// Dtype of activations and products, and of matrices at inference: in training, parameters are
+/// f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// Single.
+    /// Matrices of a GGUF file in the formats that it stores them in, activations in 16 bits where supported, else f32.
+    /// Any other model in f32. Not for training.
+    Auto,
+    /// Single precision.
     F32,
-    /// Single, with products in TF32: large ones in a third of the time, with relative errors of 1e-3. On CUDA.
+    /// Single precision, with products in TF32: large ones take a third of the time, with relative
+    /// errors of 1e-3. CUDA only.
     Tf32,
-    /// Brain floats, sums in f32.
+    /// bfloat16, accumulated in f32.
     Bf16,
-    /// Half, sums in f32. Not for training: its gradients vanish.
+    /// Half precision, accumulated in f32. Not for training: gradients underflow.
     F16,
-    /// Matrices of bytes with a scale for each output, activations in bf16 where the device has it and in f32 elsewhere.
+    /// INT8 matrices with a scale per output row, activations in bf16 where supported, else f32.
     /// Not for training.
     Int8,
 }
 
-/// What a model's cache keeps keys and values as.
+/// Data type of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum CachePrecision {
     /// The dtype of the activations.
     #[default]
     Auto,
-    /// Bytes, with a scale for each head of a token: about half of what bf16 takes, or a quarter of f32.
+    /// INT8 with a scale per head and token: about half the size of bf16, or a quarter of f32.
     Int8,
 }
 
@@ -38,6 +43,7 @@ impl Precision {
     /// Its name in recipes and on the command line.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Auto => "auto",
             Self::F32 => "f32",
             Self::Tf32 => "tf32",
             Self::Bf16 => "bf16",
@@ -51,9 +57,50 @@ impl Precision {
         matches!(self, Self::F32 | Self::Tf32 | Self::Bf16)
     }
 
-    /// What matrices are loaded as, for activations of `dtype`.
-    pub(crate) fn matrices(self, dtype: FloatDType) -> MatrixDtype {
-        if self == Self::Int8 { Format::Int8.into() } else { dtype.into() }
+    /// Reads a model, its matrices and activations in this precision. `progress` is told how many bytes of how many are read.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged, or the device lacks the precision.
+    pub(crate) fn load<B: Backend>(
+        self,
+        files: &ModelFolder,
+        progress: &mut dyn FnMut(u64, u64),
+        device: &B::Device,
+    ) -> Result<Transformer<B>, Failure> {
+        let (matrices, activations) = match self {
+            Self::Auto if files.is_gguf() => (MatrixDtype::Stored, Self::of_stored::<B>(files, device)?),
+            Self::Int8 => (Format::Int8.into(), self.activations::<B>(device)?),
+            Self::Bf16 if !has::<B>(device, FloatDType::BF16) => (Format::Bf16.into(), FloatDType::F32),
+            Self::F16 if !has::<B>(device, FloatDType::F16) => (Format::F16.into(), FloatDType::F32),
+            _ => {
+                let activations = self.activations::<B>(device)?;
+                (activations.into(), activations)
+            }
+        };
+        let model = files.load_in::<B>(matrices, progress, device)?;
+        Ok(model.with_activations(activations).with_f32_products(self.f32_products()))
+    }
+
+    /// The dtype of activations for matrices as they are stored: that of most of them, if the device has it.
+    fn of_stored<B: Backend>(files: &ModelFolder, device: &B::Device) -> Result<FloatDType, Failure> {
+        let most = files.encodings()?.into_iter().next().map(|(name, _)| name);
+        let half = if most.as_deref() == Some("F16") { FloatDType::F16 } else { FloatDType::BF16 };
+        Ok(if has::<B>(device, half) { half } else { FloatDType::F32 })
+    }
+
+    /// What a model's matrices are computed with, for messages: formats and their megabytes where they stay as they are
+    /// stored.
+    pub(crate) fn described(self, files: &ModelFolder) -> Result<String, Failure> {
+        if self != Self::Auto {
+            return Ok(self.name().into());
+        }
+        if !files.is_gguf() {
+            return Ok(Self::F32.name().into());
+        }
+        let encodings = files.encodings()?.into_iter();
+        let encodings: Vec<String> =
+            encodings.map(|(name, bytes)| format!("{name} {:.1} MB", bytes as f64 / 1e6)).collect();
+        Ok(format!("as stored: {}", encodings.join(", ")))
     }
 
     /// How products of f32 are computed.
@@ -64,17 +111,17 @@ impl Precision {
     /// The dtype of activations on `device`.
     ///
     /// # Errors
-    /// If the device lacks it.
+    /// If the device does not support it.
     pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
         let dtype = match self {
-            Self::F32 => return Ok(FloatDType::F32),
+            Self::Auto | Self::F32 => return Ok(FloatDType::F32),
             Self::Tf32 if B::name(device).contains("cuda") => return Ok(FloatDType::F32),
             Self::Tf32 => return Err(self.lacking::<B>(device)),
             Self::Bf16 => FloatDType::BF16,
             Self::F16 => FloatDType::F16,
             Self::Int8 => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
         };
-        if B::supports_dtype(device, DType::from(dtype)) {
+        if has::<B>(device, dtype) {
             return Ok(dtype);
         }
         Err(self.lacking::<B>(device))
@@ -84,4 +131,8 @@ impl Precision {
         let (device, name) = (B::name(device), self.name());
         Failure::new(format!("{device} has no {name}: use --precision f32, or --backend cuda"))
     }
+}
+
+fn has<B: Backend>(device: &B::Device, dtype: FloatDType) -> bool {
+    B::supports_dtype(device, DType::from(dtype))
 }

@@ -2,7 +2,7 @@
 
 use fireclay_kernels::recorder::Memory;
 
-/// In use now and at its peak, where the system tells.
+/// Current and peak use, where the system reports it.
 pub(crate) fn process_memory() -> Option<Memory> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {

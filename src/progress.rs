@@ -1,4 +1,4 @@
-//! How far something long is, in a terminal's last line.
+//! Progress of long work, on a terminal's last line.
 
 use std::io::{self, IsTerminal, Write};
 use std::ops::ControlFlow;
@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use fireclay_datasets::Progress;
 
-/// Told of which text tokens are made and how far that is; breaks to stop.
+/// Receives the path that is tokenized and the progress; breaks to stop.
 pub type Watch<'a> = &'a mut dyn FnMut(&Path, Progress) -> ControlFlow<()>;
 
-/// Seconds for people: `7s`, `2m 05s`, `3h 10m`.
+/// A duration as text: `7s`, `2m 05s`, `3h 10m`.
 pub fn duration(seconds: f64) -> String {
     let seconds = seconds.max(0.0).round() as u64;
     match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
@@ -20,7 +20,7 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// What a terminal's last line shows; cleared in the end.
+/// A terminal's last line; cleared at the end.
 #[derive(Default)]
 pub(crate) struct Line(String);
 
@@ -29,7 +29,7 @@ impl Line {
         if text != self.0 {
             let line = format!("\r{:width$}\r{text}", "", width = self.0.chars().count());
             let mut stderr = io::stderr();
-            // A terminal that is gone is no reason to stop.
+            // A closed terminal is not an error.
             let _ = stderr.write_all(line.as_bytes()).and_then(|()| stderr.flush());
             self.0 = text;
         }
@@ -42,7 +42,7 @@ impl Drop for Line {
     }
 }
 
-/// Shows on a terminal how far the making of tokens is; `stop` says when to stop it.
+/// Shows the progress of tokenization on a terminal, and stops it when `stop` says so.
 pub fn show_preparing(stop: impl Fn() -> bool) -> impl FnMut(&Path, Progress) -> ControlFlow<()> {
     let (terminal, begun, mut line) = (io::stderr().is_terminal(), Instant::now(), Line::default());
     move |path, progress| {
@@ -65,7 +65,7 @@ fn preparing(path: &Path, progress: Progress, seconds: f64) -> String {
     let share = (read as f64 / total as f64).min(1.0);
     let filled = (share * WIDTH as f64) as usize;
     let bar = format!("{}{}", "█".repeat(filled), "░".repeat(WIDTH - filled));
-    // Bytes of text a byte of the files: they may be compressed.
+    // Bytes of text per byte of the files, which may be compressed.
     let left = (total - read.min(total)) as f64 * (encoded as f64 / read.max(1) as f64) / rate.max(1.0);
     format!("tokenizing {name}: {bar} {:>3.0}%  {done}, {} left", 100.0 * share, duration(left))
 }

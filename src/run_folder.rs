@@ -1,16 +1,16 @@
 //! The folder of a run: file names, atomic writes, the lock, checkpoints.
 //!
 //! ```text
-//! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json, done.json where there are such
-//! run.json  metrics.jsonl                            what it was, and how it went
-//! report.html  loss.svg  confusion.svg  tensorboard/ the same to look at; confusion.svg for utterances
+//! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json and done.json if any
+//! run.json  metrics.jsonl                            the record of the run, and its metrics
+//! report.html  loss.svg  confusion.svg  tensorboard/ the same as pages and plots; confusion.svg for utterances
 //! training/step-00000500/                            the last few checkpoints, each a model folder with
 //!     optimizer.safetensors  state.json              the optimizer's moments and everything else
 //! training/run.lock                                  held by the process that trains
 //! ```
 //!
-//! A checkpoint is written into a folder beside, synced, and renamed, so that one under its name is whole; every other
-//! file is written beside, synced and renamed, too.
+//! Checkpoints and other files are written under a temporary name, synced, and renamed, so that
+//! whatever has its final name is complete.
 
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -22,6 +22,9 @@ use crate::failure::Failure;
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 pub(crate) const WEIGHTS: &str = "model.safetensors";
+pub(crate) const ADAPTER: &str = "adapter_config.json";
+pub(crate) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+pub(crate) const TOKENIZER_SETTINGS: &str = "tokenizer_config.json";
 pub(crate) const GENERATION: &str = "generation_config.json";
 pub(crate) const LABELS: &str = "labels.json";
 pub(crate) const METRICS: &str = "metrics.jsonl";
@@ -29,36 +32,39 @@ pub(crate) const CHART: &str = "loss.svg";
 pub(crate) const CONFUSION: &str = "confusion.svg";
 pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const STATE: &str = "state.json";
-/// Where a finished run keeps the figures of its `done` line.
+/// The figures of the `done` line of a finished run.
 pub(crate) const DONE: &str = "done.json";
-/// What the run was.
+/// The record of the run.
 pub(crate) const RECORD: &str = "run.json";
-/// How it went, for TensorBoard.
+/// TensorBoard files.
 pub(crate) const TENSORBOARD: &str = "tensorboard";
-/// How it went, as a page.
+/// The report page.
 pub(crate) const REPORT: &str = "report.html";
 const LOCK: &str = "run.lock";
-/// What a model folder holds; the last two only where texts have an end token, or utterances labels.
-const MODEL_FILES: [&str; 5] = [CONFIG, TOKENIZER, WEIGHTS, GENERATION, LABELS];
+/// What a model folder holds; settings of the tokenizer only for chats, the last two only where texts have an end token, or
+/// utterances labels.
+const MODEL_FILES: [&str; 8] =
+    [CONFIG, TOKENIZER, TOKENIZER_SETTINGS, WEIGHTS, ADAPTER, ADAPTER_WEIGHTS, GENERATION, LABELS];
 
 /// The folder of a run.
 #[derive(Clone, Debug)]
 pub struct RunFolder {
     path: PathBuf,
-    /// Held as long as any clone lives; the system frees it when the process dies.
+    /// Held while any clone lives; the system frees it when the process dies.
     _lock: Arc<File>,
 }
 
 impl RunFolder {
-    /// Makes the folder for a new run.
+    /// Creates the folder of a new run.
     ///
     /// # Errors
-    /// If it cannot be made or written, already holds a model or a run, or another process trains in it.
+    /// If it cannot be created or written, already holds a model or a run, or another process
+    /// trains in it.
     pub fn create(path: &Path) -> Result<Self, Failure> {
         let shown = path.display();
         if let Some((step, _)) = checkpoints(path).last() {
             return Err(Failure::new(format!(
-                "{shown} already holds a run, at step {step}: go on with `fireclay train --resume --out {shown}`, or \
+                "{shown} already holds a run, at step {step}: resume it with `fireclay train --resume --out {shown}`, or \
                  choose another --out"
             )));
         }
@@ -68,124 +74,124 @@ impl RunFolder {
         let training = training(path);
         fs::create_dir_all(&training).map_err(Failure::io(&training))?;
         let folder = Self { path: path.to_path_buf(), _lock: Arc::new(lock(path)?) };
-        // Find out now, not at the first checkpoint, whether anything can be written.
+        // Find write errors now, not at the first checkpoint.
         let probe = training.join(".writable");
         fs::write(&probe, b"").and_then(|()| fs::remove_file(&probe)).map_err(Failure::io(&training))?;
         Ok(folder)
     }
 
-    /// The folder of a run to go on with.
+    /// Opens the folder of a run to resume.
     ///
     /// # Errors
-    /// If there is no checkpoint in it, or another process trains in it.
+    /// If it has no checkpoint, or another process trains in it.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         if checkpoints(path).is_empty() {
             let shown = path.display();
             return Err(Failure::new(format!(
-                "{shown} holds no checkpoint to go on from: leave --resume out to begin"
+                "{shown} holds no checkpoint to resume: leave out --resume to start a run"
             )));
         }
         Ok(Self { path: path.to_path_buf(), _lock: Arc::new(lock(path)?) })
     }
 
-    /// Where the run is.
+    /// The path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whole checkpoints, the oldest first, by their steps.
+    /// Complete checkpoints by step, oldest first.
     pub fn checkpoints(&self) -> Vec<(u64, PathBuf)> {
         checkpoints(&self.path)
     }
 
-    /// The place of the checkpoint of `step`.
+    /// The path of the checkpoint of `step`.
     pub(crate) fn checkpoint(&self, step: u64) -> PathBuf {
         training(&self.path).join(format!("step-{step:08}"))
     }
 
-    /// Puts the checkpoint of `step`, which `write` writes into the folder that it is given, in its place.
+    /// Writes the checkpoint of `step` atomically; `write` fills the folder it is given.
     ///
     /// # Errors
-    /// If the file system refuses; what was there before stays as it was, and nothing is left beside it.
+    /// If the file system fails. Earlier checkpoints stay, and no partial files remain.
     pub(crate) fn put_checkpoint(
         &self,
         step: u64,
         write: impl FnOnce(&Path) -> Result<(), Failure>,
     ) -> Result<PathBuf, Failure> {
         let place = self.checkpoint(step);
-        let beside = place.with_extension("partial");
-        let written = empty_folder(&beside).and_then(|()| write(&beside)).and_then(|()| {
-            sync(&beside)?;
+        let partial = place.with_extension("partial");
+        let written = empty_folder(&partial).and_then(|()| write(&partial)).and_then(|()| {
+            sync(&partial)?;
             if place.exists() {
                 remove(&place)?;
             }
-            fs::rename(&beside, &place).map_err(Failure::io(&place))?;
+            fs::rename(&partial, &place).map_err(Failure::io(&place))?;
             sync(&training(&self.path))
         });
         if let Err(failure) = written {
-            // The first failure is the one to tell; what is left beside may not be there at all.
-            let _ = fs::remove_dir_all(&beside);
+            // Report the first error; there may be nothing to remove.
+            let _ = fs::remove_dir_all(&partial);
             let intact = match self.checkpoints().last() {
-                Some((_, last)) => format!("; the last checkpoint, {}, is whole", last.display()),
+                Some((_, last)) => format!("; the last checkpoint, {}, is intact", last.display()),
                 None => String::new(),
             };
-            return Err(Failure::new(format!("the checkpoint could not be written: {failure}{intact}")));
+            return Err(Failure::new(format!("cannot write the checkpoint: {failure}{intact}")));
         }
         Ok(place)
     }
 
-    /// Drops all checkpoints but the last `kept`.
+    /// Removes all checkpoints but the last `kept`.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub(crate) fn keep_checkpoints(&self, kept: usize) -> Result<(), Failure> {
         let checkpoints = self.checkpoints();
         let surplus = checkpoints.len().saturating_sub(kept);
         checkpoints[..surplus].iter().try_for_each(|(_, old)| remove(old))
     }
 
-    /// Makes a checkpoint's model the folder's own, each file in one move.
+    /// Links or copies a checkpoint's model into the folder itself, each file atomically.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub(crate) fn publish(&self, checkpoint: &Path) -> Result<(), Failure> {
         for name in MODEL_FILES.into_iter().filter(|name| checkpoint.join(name).exists()) {
             let (from, to) = (checkpoint.join(name), self.path.join(name));
-            let beside = self.path.join(format!("{name}.partial"));
-            // It may be left from a run that was killed here.
-            let _ = fs::remove_file(&beside);
-            fs::hard_link(&from, &beside)
-                .or_else(|_| fs::copy(&from, &beside).map(|_| ()))
-                .and_then(|()| fs::rename(&beside, &to))
+            let partial = self.path.join(format!("{name}.partial"));
+            // A run that was killed here may have left it.
+            let _ = fs::remove_file(&partial);
+            fs::hard_link(&from, &partial)
+                .or_else(|_| fs::copy(&from, &partial).map(|_| ()))
+                .and_then(|()| fs::rename(&partial, &to))
                 .map_err(Failure::io(&to))?;
         }
         sync(&self.path)
     }
 
-    /// Removes the folder of a run that came to nothing, unless something else is in it.
+    /// Removes the folder of a run without result, unless it holds something else.
     pub(crate) fn forget_if_empty(&self) {
         let training = training(&self.path);
         if self.checkpoints().is_empty() {
             let _ = fs::remove_file(training.join(LOCK));
         }
-        // Only empty folders can be removed so, and one that stays harms nobody.
+        // Only empty folders are removed; one that stays does no harm.
         let _ = fs::remove_dir(training).and_then(|()| fs::remove_dir(&self.path));
     }
 
-    /// Removes what a killed run left half written.
+    /// Removes partial files of a killed run.
     pub(crate) fn forget_partial(&self) {
         for entry in fs::read_dir(training(&self.path)).into_iter().flatten().flatten() {
             if entry.path().extension().is_some_and(|extension| extension == "partial") {
-                // It takes room, and nothing reads it: a failure here harms nobody.
+                // Nothing reads it: a failure does no harm.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
     }
 
-    /// Cuts `metrics.jsonl` to the lines up to `step`.
+    /// Truncates `metrics.jsonl` to the lines up to `step`.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub fn cut_metrics(&self, step: u64) -> Result<(), Failure> {
         let file = self.path.join(METRICS);
         let text = match fs::read_to_string(&file) {
@@ -202,7 +208,7 @@ impl RunFolder {
     }
 }
 
-/// Whole checkpoints of the run in `folder`, the oldest first, by their steps.
+/// Complete checkpoints of the run in `folder` by step, oldest first.
 pub(crate) fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(training(folder)).into_iter().flatten().flatten();
     let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok();
@@ -212,22 +218,22 @@ pub(crate) fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
     found
 }
 
-/// Writes a file beside `file`, syncs it, and renames it over `file`: at no moment is there half of it.
+/// Writes a file atomically: under a temporary name, synced, and renamed to `file`.
 ///
 /// # Errors
-/// If the file system refuses; what was there before stays.
+/// If the file system fails; the old file stays.
 pub(crate) fn write_atomic(file: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-    let beside = file.with_file_name(format!("{name}.partial"));
+    let partial = file.with_file_name(format!("{name}.partial"));
     let write = || {
-        let mut open = File::create(&beside)?;
+        let mut open = File::create(&partial)?;
         open.write_all(bytes)?;
         open.sync_all()?;
-        fs::rename(&beside, file)
+        fs::rename(&partial, file)
     };
     write().map_err(|error| {
-        // The first error is the one to tell; what is left beside may not be there at all.
-        let _ = fs::remove_file(&beside);
+        // Report the first error; there may be nothing to remove.
+        let _ = fs::remove_file(&partial);
         Failure::io(file)(error)
     })
 }
@@ -236,7 +242,7 @@ fn training(folder: &Path) -> PathBuf {
     folder.join("training")
 }
 
-/// The lock on a run: a second process does not get it, and one that died holds none.
+/// The lock of a run: held by one process, and freed when it dies.
 fn lock(folder: &Path) -> Result<File, Failure> {
     let path = training(folder).join(LOCK);
     let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(Failure::io(&path))?;
@@ -244,7 +250,7 @@ fn lock(folder: &Path) -> Result<File, Failure> {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {
             let shown = folder.display();
-            Err(Failure::new(format!("another process trains in {shown}: wait for it, or choose another --out")))
+            Err(Failure::new(format!("another process is training in {shown}: wait for it, or choose another --out")))
         }
         Err(TryLockError::Error(error)) => Err(Failure::io(&path)(error)),
     }
@@ -256,8 +262,8 @@ pub(crate) fn is_locked(folder: &Path) -> bool {
     file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
-/// A file of a model in `folder`, if there is one.
-fn model_file(folder: &Path) -> Option<String> {
+/// A model file in `folder`, if it exists.
+pub(crate) fn model_file(folder: &Path) -> Option<String> {
     let names = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names = names.filter_map(|entry| entry.file_name().into_string().ok());
     names.find(|name| {
@@ -274,14 +280,14 @@ fn empty_folder(folder: &Path) -> Result<(), Failure> {
     fs::create_dir_all(folder).map_err(Failure::io(folder))
 }
 
-/// Removes a checkpoint, at no moment of which there is one that lacks some of its files.
+/// Removes a checkpoint atomically: renames it first.
 fn remove(checkpoint: &Path) -> Result<(), Failure> {
     let going = checkpoint.with_extension("old.partial");
     fs::rename(checkpoint, &going).map_err(Failure::io(checkpoint))?;
     fs::remove_dir_all(&going).map_err(Failure::io(&going))
 }
 
-/// Makes a rename in a folder last through a power cut.
+/// Syncs a folder, so that a rename survives a power loss.
 fn sync(folder: &Path) -> Result<(), Failure> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(Failure::io(folder))
 }

@@ -1,9 +1,9 @@
-//! What goes to standard output, for programs and for pipes.
+//! Standard output, for programs and pipes.
 
 use std::io::{ErrorKind, Write};
 
-/// Writes a text at once. A reader who has gone away ends the program quietly; a full disk ends it with one line and
-/// exit code 1.
+/// Writes a text at once. A closed pipe ends the program quietly; a full disk ends it with one line
+/// and exit code 1.
 pub fn write(text: &str) {
     let mut stdout = std::io::stdout();
     if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

@@ -1,8 +1,8 @@
-//! Tokens of the texts that runs learn from, kept in the user's cache folder: made once for a text and a tokenizer.
+//! Cache of tokenized data in the user's cache folder, one entry per data and tokenizer.
 //!
 //! ```text
-//! <cache>/fireclay/tokens/TEXT-HASH/      a folder of token files for each text and tokenizer
-//! <cache>/fireclay/inputs/HASH.json       how the files of a text looked, and their sha256
+//! <cache>/fireclay/tokens/TEXT-HASH/      token files of each data and tokenizer
+//! <cache>/fireclay/inputs/HASH.json       sizes, times and sha256 of the data's files
 //! ```
 
 use std::fs;
@@ -16,12 +16,12 @@ use crate::progress::Watch;
 use crate::recipe::schema::DataRecipe;
 use crate::run_folder::write_atomic;
 
-/// The tokens of the text in `path`, by `tokenizer`: those that were prepared, if it is a folder of them, else those in the cache,
-/// which are made where they are not there.
+/// The tokens of the data in `path` by `tokenizer`: prepared ones if it is a folder of them, else
+/// from the cache, which is filled if need be.
 ///
 /// # Errors
-/// If the text cannot be read, tokens that were prepared are by another tokenizer or hold out other documents, the cache cannot be
-/// written, or `watch` stops it.
+/// If the data cannot be read, prepared tokens have another tokenizer or holdout, the cache cannot
+/// be written, or `watch` stops it.
 pub(crate) fn tokens(
     path: &Path,
     tokenizer: &Tokenizer,
@@ -34,7 +34,7 @@ pub(crate) fn tokens(
         let files = TokenFiles::open(path)?;
         if files.manifest().tokenizer_sha256 != tokenizer.sha256()? {
             return Err(Failure::new(format!(
-                "{shown}: its tokens are by another tokenizer than the run's: prepare them with the run's tokenizer.json"
+                "{shown}: it was prepared with another tokenizer: prepare it with the run's tokenizer.json"
             )));
         }
         if files.manifest().held_out_documents != held_out_documents {
@@ -53,13 +53,13 @@ pub(crate) fn tokens(
     made.map_err(|error| match error {
         DataError::Io { path, error } if path.starts_with(&folder) => {
             let mend = "free some space, or set XDG_CACHE_HOME to a folder on another disk";
-            Failure::new(format!("{}: {error}; tokens are kept there: {mend}, and run this again", path.display()))
+            Failure::new(format!("{}: cannot cache tokens: {error}; {mend}, and run this again", path.display()))
         }
         error => error.into(),
     })
 }
 
-/// Where the tokens of a text are kept.
+/// The cache folder of some data.
 fn place(path: &Path, tokenizer: &Tokenizer, data: &DataRecipe) -> Result<PathBuf, Failure> {
     let full = fs::canonicalize(path).map_err(Failure::io(path))?;
     let name = full.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
@@ -76,10 +76,10 @@ fn short_hash(text: &str) -> String {
 
 fn cache() -> Result<PathBuf, Failure> {
     let folder = dirs::cache_dir().map(|folder| folder.join("fireclay"));
-    folder.ok_or_else(|| Failure::new("no cache folder to keep tokens in: set XDG_CACHE_HOME"))
+    folder.ok_or_else(|| Failure::new("no cache folder for tokens: set XDG_CACHE_HOME"))
 }
 
-/// What is in `path`: files that look as they did when they were last read are not read again.
+/// The inputs of `path`. Files with unchanged size and time are not hashed again.
 ///
 /// # Errors
 /// If something cannot be read.
@@ -96,7 +96,7 @@ pub(crate) fn inputs(path: &Path, known: Option<&Inputs>) -> Result<Inputs, Fail
     let known = known.cloned().or_else(remembered);
     let inputs = Inputs::of(path, known.as_ref())?;
     if let Some(file) = file.filter(|_| known.as_ref() != Some(&inputs)) {
-        // What cannot be remembered is read again the next time.
+        // Without this record, it is read again next time.
         let _ = file.parent().map_or(Ok(()), fs::create_dir_all);
         let _ = write_atomic(&file, serde_json::to_string(&inputs).unwrap_or_default().as_bytes());
     }

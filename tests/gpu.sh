@@ -8,7 +8,7 @@ usage() {
   cat <<'END'
 usage: tests/gpu.sh [PART[:PATTERN]...]
 parts, all of them where none is named:
-  parity     every operation beside its reference, in f32, bf16 and f16
+  parity     every operation against its reference, in f32, bf16 and f16
   suite      the suite without data, runs, resume, serving and cli, which are the same on every backend
   memcheck   parity in f32 and whole decode steps under compute-sanitizer's memcheck
   racecheck  kernels for Hopper under compute-sanitizer's racecheck, in bf16

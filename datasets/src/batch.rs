@@ -1,11 +1,11 @@
-//! A batch of token rows and what should follow each token.
+//! Batches of token rows and their next tokens.
 
 use std::ops::Range;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-/// The target of a position that does not count.
+/// The target of an ignored position.
 pub const IGNORED_TARGET: i32 = -100;
 
 /// Rows of tokens with their targets, on the host.
@@ -13,33 +13,34 @@ pub const IGNORED_TARGET: i32 = -100;
 pub struct TokenBatch {
     inputs: Vec<i32>,
     targets: Vec<i32>,
-    /// Where documents are to be told apart, the token that ends one, and for each token the place in its row where its document
-    /// begins.
-    documents: Option<(u32, Vec<i32>)>,
+    /// The token that ends a document, where documents are found by it.
+    end: Option<u32>,
+    /// Where documents are to be told apart, for each token the place in its row where its document begins.
+    starts: Option<Vec<i32>>,
     seq_length: usize,
 }
 
 impl TokenBatch {
-    /// A batch without rows, of rows of `seq_length`.
+    /// An empty batch of rows of `seq_length`.
     pub(crate) fn empty(seq_length: usize) -> Self {
-        Self { inputs: Vec::new(), targets: Vec::new(), documents: None, seq_length }
+        Self { inputs: Vec::new(), targets: Vec::new(), end: None, starts: None, seq_length }
     }
 
-    /// A batch without rows, in whose rows `end` ends a document.
+    /// An empty batch with separate documents, each ended by `end`.
     pub(crate) fn of_documents(seq_length: usize, end: u32) -> Self {
-        Self { documents: Some((end, Vec::new())), ..Self::empty(seq_length) }
+        Self { end: Some(end), starts: Some(Vec::new()), ..Self::empty(seq_length) }
     }
 
-    /// Adds a row that predicts each of `tokens` after the first, filled up with positions that do not count.
+    /// Adds a row that predicts each of `tokens` after the first, padded with ignored positions.
     pub(crate) fn push(&mut self, tokens: &[u32]) {
         let pairs = tokens.len().saturating_sub(1).min(self.seq_length);
         let filling = self.seq_length - pairs;
         let padding = tokens.first().map_or(0, |token| *token as i32);
-        if let Some((end, starts)) = &mut self.documents {
+        if let (Some(end), Some(starts)) = (self.end, &mut self.starts) {
             let mut start = 0;
             starts.extend((0..self.seq_length).map(|at| {
                 let here = start;
-                if tokens.get(at) == Some(end) {
+                if tokens.get(at) == Some(&end) {
                     start = at as i32 + 1;
                 }
                 here
@@ -51,19 +52,48 @@ impl TokenBatch {
         self.targets.extend(std::iter::repeat_n(IGNORED_TARGET, filling));
     }
 
-    /// Tokens, row after row.
+    /// A batch without rows, for [`push_packed`](Self::push_packed).
+    pub fn packed(seq_length: usize) -> Self {
+        Self { starts: Some(Vec::new()), ..Self::empty(seq_length) }
+    }
+
+    /// Adds a row of several sequences, each with a flag a token that says whether it is predicted. No sequence sees another, and
+    /// the last token of each is only a target. What does not fit is cut off; what is left of the row does not count.
+    ///
+    /// # Panics
+    /// If the batch is not [`packed`](Self::packed), or a sequence has not as many flags as tokens.
+    pub fn push_packed<'a>(&mut self, sequences: impl IntoIterator<Item = (&'a [u32], &'a [bool])>) {
+        let starts = self.starts.as_mut().expect("a packed batch");
+        let (begin, end) = (self.inputs.len(), self.inputs.len() + self.seq_length);
+        for (tokens, predicted) in sequences {
+            assert_eq!(tokens.len(), predicted.len(), "a flag for each token");
+            let start = (self.inputs.len() - begin) as i32;
+            let count = tokens.len().saturating_sub(1).min(end - self.inputs.len());
+            self.inputs.extend(tokens[..count].iter().map(|token| *token as i32));
+            let target = |(token, predicted): (&u32, &bool)| if *predicted { *token as i32 } else { IGNORED_TARGET };
+            self.targets.extend(tokens.iter().zip(predicted).skip(1).take(count).map(target));
+            starts.extend(std::iter::repeat_n(start, count));
+        }
+        let left = end - self.inputs.len();
+        let start = (self.seq_length - left) as i32;
+        self.inputs.extend(std::iter::repeat_n(0, left));
+        self.targets.extend(std::iter::repeat_n(IGNORED_TARGET, left));
+        starts.extend(std::iter::repeat_n(start, left));
+    }
+
+    /// Tokens, in row-major order.
     pub fn inputs(&self) -> &[i32] {
         &self.inputs
     }
 
-    /// What follows each token, or [`IGNORED_TARGET`].
+    /// Next tokens, or [`IGNORED_TARGET`].
     pub fn targets(&self) -> &[i32] {
         &self.targets
     }
 
-    /// For each token the place in its row where its document begins, where documents are to be told apart.
+    /// For each token the column where its document starts, with separate documents.
     pub fn document_starts(&self) -> Option<&[i32]> {
-        self.documents.as_ref().map(|(_, starts)| starts.as_slice())
+        self.starts.as_deref()
     }
 
     /// Number of rows.
@@ -76,12 +106,12 @@ impl TokenBatch {
         self.seq_length
     }
 
-    /// How many targets count.
+    /// Number of targets that are not ignored.
     pub fn target_count(&self) -> usize {
         self.targets.iter().filter(|target| **target != IGNORED_TARGET).count()
     }
 
-    /// The same rows in `parts` batches of equal size, or in fewer where there are fewer rows.
+    /// The same rows in `parts` batches of equal size, or fewer if there are fewer rows.
     pub fn split(self, parts: usize) -> Vec<Self> {
         let (all, rows) = (self.batch_size(), self.batch_size().div_ceil(parts.max(1)).max(1));
         (0..all).step_by(rows).map(|begin| self.rows(begin..all.min(begin + rows))).collect()
@@ -96,17 +126,18 @@ impl TokenBatch {
         Self {
             inputs: self.inputs[range.clone()].to_vec(),
             targets: self.targets[range.clone()].to_vec(),
-            documents: self.documents.as_ref().map(|(end, starts)| (*end, starts[range].to_vec())),
+            end: self.end,
+            starts: self.starts.as_ref().map(|starts| starts[range].to_vec()),
             seq_length: self.seq_length,
         }
     }
 
-    /// What of it is on the device, in one upload.
+    /// Uploads the batch in one transfer.
     pub fn to_device<B: Backend>(&self, device: &B::Device) -> DeviceTokens<B> {
         let starts = self.document_starts();
         let parts = [Some(self.inputs()), Some(self.targets()), starts];
         let all: Vec<i32> = parts.into_iter().flatten().flatten().copied().collect();
-        // As one row, and then as many: devices may lay the rows of a matrix apart.
+        // As one row, then reshaped: devices may pad the rows of a matrix.
         let (all, count) = (Tensor::<B, 1, Int>::from_data(all.as_slice(), device), self.inputs.len());
         let shape = [self.batch_size(), self.seq_length];
         let part = |at: usize| all.clone().narrow(0, at * count, count).reshape(shape);
@@ -119,8 +150,26 @@ impl TokenBatch {
 pub struct DeviceTokens<B: Backend> {
     /// Tokens, `[batch_size, seq_length]`.
     pub inputs: Tensor<B, 2, Int>,
-    /// What follows each, or [`IGNORED_TARGET`].
+    /// Next tokens, or [`IGNORED_TARGET`].
     pub targets: Tensor<B, 2, Int>,
-    /// Where in its row each token's document begins, where documents are to be told apart.
+    /// The column where each token's document starts, with separate documents.
     pub document_starts: Option<Tensor<B, 2, Int>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_packed_row_keeps_its_sequences_apart_and_predicts_what_is_flagged() {
+        let mut batch = TokenBatch::packed(6);
+        let row: [(&[u32], &[bool]); 2] = [(&[5, 6, 7], &[false, false, true]), (&[8, 9, 4], &[false, true, true])];
+        batch.push_packed(row);
+        batch.push_packed([(&[1, 2, 3, 4, 5, 6, 7, 8, 9][..], &[true; 9][..])]);
+        let ignored = IGNORED_TARGET;
+        assert_eq!(batch.inputs(), [5, 6, 8, 9, 0, 0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!(batch.targets(), [ignored, 7, 9, 4, ignored, ignored, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(batch.document_starts(), Some(&[0, 0, 2, 2, 4, 4, 0, 0, 0, 0, 0, 0][..]));
+        assert_eq!((batch.batch_size(), batch.target_count()), (2, 9));
+    }
 }

@@ -1,4 +1,4 @@
-//! What a language model trains on: a text, or stories that the program writes itself.
+//! Training data of a language model: text, or the embedded stories.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,19 +10,19 @@ use crate::random::Generator;
 use crate::token_files::TokenFiles;
 use crate::tokenizer::Tokenizer;
 
-/// The part of a corpus to take from.
+/// A split of a corpus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// What is learnt from.
+    /// Training data.
     Train,
-    /// What is held out.
+    /// Held-out data.
     Valid,
 }
 
-/// Which training batch: all that it depends on beside the corpus.
+/// The key of a training batch: all it depends on besides the corpus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchKey {
-    /// Where all draws come from.
+    /// Random seed.
     pub seed: u64,
     /// Counted from zero.
     pub step: u64,
@@ -38,7 +38,7 @@ impl BatchKey {
 /// A source of training and validation batches.
 #[derive(Debug)]
 pub enum Corpus {
-    /// The user's text.
+    /// The user's data.
     Text(TextCorpus),
     /// The embedded stories.
     Stories(StoryCorpus),
@@ -48,7 +48,7 @@ impl Corpus {
     /// A training batch of `batch_size` rows: a pure function of `key`.
     ///
     /// # Errors
-    /// If the tokens are in files, and these cannot be read any more.
+    /// If the tokens' files cannot be read any more.
     pub fn batch(&self, key: BatchKey, batch_size: usize) -> Result<TokenBatch, DataError> {
         match self {
             Self::Text(text) => text.batch(key, batch_size),
@@ -56,7 +56,7 @@ impl Corpus {
         }
     }
 
-    /// Validation batches: the same ones every time, about `tokens` targets of them, or all there are.
+    /// Validation batches: always the same ones, about `tokens` targets, or all there are.
     ///
     /// # Errors
     /// As [`batch`](Self::batch).
@@ -72,7 +72,7 @@ impl Corpus {
         }
     }
 
-    /// The token that ends a text of this corpus, where there is one.
+    /// The end-of-document token of this corpus, if any.
     pub fn end_token(&self) -> Option<u32> {
         match self {
             Self::Text(text) => text.end_token,
@@ -80,7 +80,7 @@ impl Corpus {
         }
     }
 
-    /// Entropy of the source in nats a token, where it is known exactly.
+    /// Entropy of the source in nats per token, if known exactly.
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Text(_) => None,
@@ -89,17 +89,17 @@ impl Corpus {
     }
 }
 
-/// One or several texts as tokens, a part of each held out.
+/// One or several token sequences, each with a held-out part.
 #[derive(Debug)]
 pub struct TextCorpus {
     parts: Vec<Part>,
     seq_length: usize,
     end_token: Option<u32>,
-    /// Whether a token sees none before its own document.
+    /// Whether attention is limited to a token's own document.
     documents_apart: bool,
 }
 
-/// A text, and how often it is drawn from.
+/// A token source and its sampling weight.
 #[derive(Debug)]
 struct Part {
     train: Tokens,
@@ -107,7 +107,7 @@ struct Part {
     weight: f64,
 }
 
-/// A stretch of tokens.
+/// A range of tokens.
 #[derive(Debug)]
 struct Tokens {
     place: Place,
@@ -137,10 +137,11 @@ impl Tokens {
 }
 
 impl TextCorpus {
-    /// Holds out the share `holdout` (in (0, 1)) at the end of `tokens`; rows are of `seq_length` tokens.
+    /// Holds out the share `holdout` (in (0, 1)) at the end of `tokens`; rows are of `seq_length`
+    /// tokens.
     ///
     /// # Errors
-    /// If what is left to train on is shorter than one row and its targets, or nothing could be held out.
+    /// If the rest is shorter than one row and its targets, or nothing could be held out.
     pub fn new(mut tokens: Vec<u32>, seq_length: usize, holdout: f64) -> Result<Self, DataError> {
         let train = held_in(tokens.len() as u64, seq_length, holdout)?;
         let valid = tokens.split_off(train as usize);
@@ -149,8 +150,8 @@ impl TextCorpus {
         Ok(Self { parts, seq_length, end_token: None, documents_apart: false })
     }
 
-    /// Token files, each drawn from as often as its weight says, above 0 and to be compared with those of the others. Of those that
-    /// have no documents held out the share `holdout` at the end is. Rows are of `seq_length` tokens.
+    /// Token files, each sampled with its relative weight, above 0. Files without held-out
+    /// documents hold out the share `holdout` at their end. Rows are of `seq_length` tokens.
     ///
     /// # Errors
     /// If one has too few tokens for a row, or nothing could be held out.
@@ -175,13 +176,13 @@ impl TextCorpus {
         Ok(Self { parts, seq_length, end_token, documents_apart: false })
     }
 
-    /// In whose rows a token sees none before its own document.
+    /// Limits attention to a token's own document.
     ///
     /// # Errors
-    /// If its tokenizer has no token between documents.
+    /// If its tokenizer has no end-of-document token.
     pub fn with_documents_apart(mut self) -> Result<Self, DataError> {
         if self.end_token.is_none() {
-            let reason = "its tokenizer has no token that ends a document, so that they cannot be told apart";
+            let reason = "its tokenizer has no token that ends a document, so documents cannot be separated";
             return Err(DataError::Tokenizer(reason.into()));
         }
         self.documents_apart = true;
@@ -206,8 +207,8 @@ impl TextCorpus {
         Ok(batch)
     }
 
-    /// The held-out parts from their starts, each for its share of `tokens`, row after row, each predicting from nothing but its own
-    /// beginning.
+    /// The held-out parts from their starts, each with its share of `tokens`. Every row predicts
+    /// from its own tokens only.
     fn valid_batches(&self, batch_size: usize, tokens: usize) -> Result<Vec<TokenBatch>, DataError> {
         let whole: f64 = self.parts.iter().map(|part| part.weight).sum();
         let mut rows = Vec::new();
@@ -235,7 +236,7 @@ impl TextCorpus {
     }
 }
 
-/// How many of `total` tokens are not held out.
+/// The number of training tokens out of `total`.
 fn held_in(total: u64, seq_length: usize, holdout: f64) -> Result<u64, DataError> {
     let train = (total as f64 * (1.0 - holdout)) as u64;
     if train <= seq_length as u64 || total - train < 2 {
@@ -249,7 +250,7 @@ fn short(total: u64, seq_length: usize, holdout: f64) -> DataError {
     DataError::Short { tokens: total as usize, seq_length, needed }
 }
 
-/// Stories without end, whole stories in each row.
+/// Endless stories, whole ones in each row.
 #[derive(Debug)]
 pub struct StoryCorpus {
     grammar: StoryGrammar,
@@ -257,12 +258,12 @@ pub struct StoryCorpus {
     line_break: u32,
 }
 
-/// Added to the index of held-out stories, far beyond any that training reaches.
+/// Offset of the indices of held-out stories, far beyond those of training.
 const HELD_OUT: u64 = 1 << 60;
 
 impl StoryCorpus {
-    /// Stories in rows of `seq_length` tokens; at least [`StoryGrammar::longest_story`], or the ends of long ones are
-    /// cut off.
+    /// Stories in rows of `seq_length` tokens; at least [`StoryGrammar::longest_story`], or long
+    /// ones are truncated.
     pub fn new(seq_length: usize) -> Self {
         let grammar = StoryGrammar::new();
         let line_break = grammar.vocabulary().iter().position(|token| token == "\n").unwrap_or(0) as u32;
@@ -277,7 +278,7 @@ impl StoryCorpus {
         Tokenizer::words(&self.grammar.vocabulary())
     }
 
-    /// A batch of rows, each a line break and then as many whole stories as fit.
+    /// A batch of rows, each a line break and as many whole stories as fit.
     pub fn batch(&self, split: Split, seed: u64, step: u64, batch_size: usize) -> TokenBatch {
         self.rows(split, BatchKey::new(seed, step), batch_size)
     }

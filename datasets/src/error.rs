@@ -1,19 +1,19 @@
-//! Why data could not be used.
+//! Errors of data.
 
 use std::path::PathBuf;
 
-/// Why data could not be used.
+/// An error of data.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    /// The file system refused.
+    /// A file system error.
     #[error("{path}: {error}")]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What it said.
+        /// The system's error.
         error: std::io::Error,
     },
-    /// A file or folder holds no text.
+    /// A file or folder contains no text.
     #[error("{path}: holds no text")]
     Empty {
         /// The file or folder.
@@ -24,27 +24,27 @@ pub enum DataError {
     Binary {
         /// The file.
         path: PathBuf,
-        /// Where it stops being text.
+        /// Offset of the first invalid byte.
         byte: usize,
     },
-    /// A folder holds no utterances in a layout that is known.
-    #[error("{path}: holds no utterances; looked for {looked_for}")]
+    /// A folder has no utterances in a known layout.
+    #[error("{path}: no utterances found; looked for {looked_for}")]
     Layout {
         /// The folder.
         path: PathBuf,
-        /// The layouts that are known.
+        /// The known layouts.
         looked_for: &'static str,
     },
-    /// A line of a file is not what it should be.
+    /// A line of a file is malformed.
     #[error("{path}, line {line}: {reason}{}", further(*more))]
     Malformed {
         /// The file.
         path: PathBuf,
         /// The line, counted from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
-        /// How many other lines are malformed.
+        /// Number of other malformed lines.
         more: usize,
     },
     /// A file or folder cannot be used.
@@ -52,28 +52,28 @@ pub enum DataError {
     Refused {
         /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// It was asked to stop.
+    /// The caller asked to stop.
     #[error("stopped")]
     Stopped,
     /// A tokenizer could not be read, trained or written.
     #[error("{0}")]
     Tokenizer(String),
-    /// The text is shorter than what one batch row needs.
+    /// The text is too short for a row.
     #[error("the text has {tokens} tokens; training on blocks of {seq_length} needs at least {needed}")]
     Short {
-        /// How many there are.
+        /// Its tokens.
         tokens: usize,
-        /// Length of a block.
+        /// Tokens of a row.
         seq_length: usize,
-        /// How many are needed.
+        /// Required tokens.
         needed: usize,
     },
 }
 
-/// What a message about a malformed line says of others.
+/// The part of a message about other malformed lines.
 fn further(more: usize) -> String {
     match more {
         0 => String::new(),

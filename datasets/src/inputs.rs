@@ -1,4 +1,4 @@
-//! What is in the files that a run learns from, so that it is noticed when they change.
+//! Fingerprints of a run's input files, to notice when they change.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -11,22 +11,22 @@ use sha2::{Digest, Sha256};
 use crate::error::DataError;
 use crate::sources::collect;
 
-/// A file or folder, and what is in it.
+/// A file or folder, and its fingerprint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inputs {
     /// Its full path.
     pub path: PathBuf,
-    /// Of its bytes; of a folder, of its files' names and bytes in the order of their paths.
+    /// Hash of its bytes; for a folder, of its files' names and bytes in the order of their paths.
     pub sha256: String,
-    /// How its files looked when they were read; files that look the same are not read again.
+    /// Its files' metadata when they were read; files with the same metadata are not read again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<Look>,
 }
 
-/// What the file system says of a file.
+/// A file's metadata.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Look {
-    /// Below the folder; empty for a file that was named itself.
+    /// Path below the folder; empty for a single file.
     name: PathBuf,
     bytes: u64,
     /// Nanoseconds since 1970.
@@ -34,7 +34,8 @@ struct Look {
 }
 
 impl Inputs {
-    /// Of a file or folder as it is now. Where its files look as those of `known` did, they are taken to be the same.
+    /// The current state of a file or folder. Files whose metadata match `known` are assumed
+    /// unchanged.
     ///
     /// # Errors
     /// If something cannot be read.

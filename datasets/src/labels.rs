@@ -1,4 +1,4 @@
-//! What an utterance is labelled with: an intent, and slots as tags in IOB2.
+//! Labels of utterances: intents, and slots as IOB2 tags.
 
 use std::collections::BTreeSet;
 
@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 use crate::spans::slot_of;
 use crate::utterance::Utterance;
 
-/// The intents and slots of a training set, sorted; ids are their places.
+/// The intents and slots of a training set, sorted; ids are indices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Labels {
     /// Names of the intents.
     pub intents: Vec<String>,
     /// Names of the slots, without `B-` and `I-`.
     pub slots: Vec<String>,
-    /// Punctuation that stands as a word of its own; any other mark means nothing.
+    /// Punctuation that occurs as a word of its own; other punctuation is noise.
     #[serde(default)]
     pub marks: Vec<String>,
 }
 
 impl Labels {
-    /// The labels that some utterances have.
+    /// The labels of some utterances.
     pub fn of(train: &[Utterance]) -> Self {
         let intents: BTreeSet<&str> = train.iter().map(|utterance| utterance.intent.as_str()).collect();
         let tags = train.iter().flat_map(|utterance| &utterance.tags);
@@ -31,12 +31,12 @@ impl Labels {
         Self { intents: owned(intents), slots: owned(slots), marks: owned(marks) }
     }
 
-    /// Whether intents and slots are the same, so that one model serves both.
+    /// Whether intents and slots are equal, so that one model serves both.
     pub fn same_names(&self, other: &Self) -> bool {
         (&self.intents, &self.slots) == (&other.intents, &other.slots)
     }
 
-    /// Whether a word of running text means nothing to a model with these labels.
+    /// Whether a word of running text is noise to a model with these labels.
     pub fn is_noise(&self, word: &str) -> bool {
         is_mark(word) && self.marks.iter().all(|mark| mark != word)
     }
@@ -46,14 +46,14 @@ impl Labels {
         1 + 2 * self.slots.len()
     }
 
-    /// The tag of an id: 0 is `O`, `1 + 2k` begins the `k`-th slot and `2 + 2k` continues it. An id beyond
-    /// [`Self::tag_count`] is `O` too.
+    /// The tag of an id: 0 is `O`, `1 + 2k` begins the `k`-th slot and `2 + 2k` continues it. An id
+    /// from [`Self::tag_count`] on is `O` too.
     pub fn tag(&self, id: usize) -> String {
         let slot = id.checked_sub(1).and_then(|id| self.slots.get(id / 2));
         slot.map_or_else(|| "O".to_owned(), |slot| format!("{}-{slot}", if id % 2 == 1 { 'B' } else { 'I' }))
     }
 
-    /// The id of a tag, where its slot is known.
+    /// The id of a tag, if its slot is known.
     pub fn tag_id(&self, tag: &str) -> Option<usize> {
         if tag == "O" {
             return Some(0);
@@ -63,7 +63,7 @@ impl Labels {
         Some(2 * place + if begins { 1 } else { 2 })
     }
 
-    /// The id of an intent, where it is known.
+    /// The id of an intent, if it is known.
     pub fn intent_id(&self, intent: &str) -> Option<usize> {
         self.intents.iter().position(|known| known == intent)
     }

@@ -11,6 +11,7 @@
 //! ```
 
 mod batch;
+pub mod conversations;
 mod corpus;
 mod embedded;
 mod error;
@@ -18,6 +19,7 @@ mod inputs;
 mod labels;
 mod pieces;
 mod random;
+mod range_encoder;
 mod sources;
 mod spans;
 mod text_stream;
@@ -35,6 +37,7 @@ pub use error::DataError;
 pub use inputs::Inputs;
 pub use labels::Labels;
 pub use pieces::PieceTokenizer;
+pub use range_encoder::RangeEncoder;
 pub use sources::{Piece, STDIN, TextSource, read_text};
 pub use spans::{Span, spans};
 pub use text_stream::TextStream;

@@ -1,4 +1,4 @@
-//! Words to word pieces, as BERT has them.
+//! WordPiece tokenization, as in BERT.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -10,13 +10,13 @@ use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 use crate::utterance::Utterance;
 
-/// The special tokens of a trained vocabulary, first in it and in this order.
+/// The special tokens of a trained vocabulary, which start it in this order.
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 
-/// What a piece begins with that continues a word.
+/// Prefix of a piece that continues a word.
 const CONTINUES: &str = "##";
 
-/// How often two pieces must meet before they become one.
+/// Minimum frequency of a merged pair.
 const MIN_FREQUENCY: u64 = 2;
 
 /// A tokenizer of words into pieces.
@@ -30,12 +30,12 @@ pub struct PieceTokenizer {
 }
 
 impl PieceTokenizer {
-    /// Makes a lower-casing vocabulary of at most `vocab_size` pieces from the words of some utterances: the special
-    /// tokens, every letter at the start of a word and within one, and what often meets. The same words always give
-    /// the same vocabulary.
+    /// Trains a lower-casing vocabulary of at most `vocab_size` pieces on the words of some
+    /// utterances: the special tokens, every letter at the start of a word and within one, and
+    /// frequent merges. The same words always give the same vocabulary.
     ///
     /// # Errors
-    /// If the special tokens and letters alone are more than `vocab_size`.
+    /// If the special tokens and letters alone exceed `vocab_size`.
     pub fn train(utterances: &[Utterance], vocab_size: usize) -> Result<Self, DataError> {
         let speller = word_pieces(&SPECIAL.map(str::to_owned))?;
         let mut words = BTreeMap::<&str, u64>::new();
@@ -54,7 +54,7 @@ impl PieceTokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// If it is missing, no tokenizer, or has no `[CLS]` or `[UNK]`.
+    /// If it is missing, not a tokenizer, or lacks `[CLS]` or `[UNK]`.
     pub fn load(path: &Path) -> Result<Self, DataError> {
         let told = |error| match error {
             DataError::Tokenizer(reason) if !reason.contains(&*path.to_string_lossy()) => {
@@ -65,10 +65,10 @@ impl PieceTokenizer {
         Tokenizer::load(path).and_then(Self::new).map_err(told)
     }
 
-    /// Writes a `tokenizer.json`, beside first and then renamed.
+    /// Writes a `tokenizer.json` atomically.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
         self.tokenizer.save(path)
     }
@@ -91,7 +91,7 @@ impl PieceTokenizer {
         Ok(Self { tokenizer, unknown, cls, sep, pad })
     }
 
-    /// What stands for words that cannot be spelt.
+    /// The id of `[UNK]`.
     pub(crate) fn unknown(&self) -> u32 {
         self.unknown
     }
@@ -101,14 +101,14 @@ impl PieceTokenizer {
         self.tokenizer.vocab_size()
     }
 
-    /// The pieces of a word, at least one. What cannot be spelt is `[UNK]`.
+    /// The pieces of a word, at least one; `[UNK]` if it cannot be spelt.
     pub fn word(&self, word: &str) -> Vec<u32> {
         let parts = self.tokenizer.parts(word);
         let pieces = parts.iter().flat_map(|part| self.tokenizer.part_tokens(part).unwrap_or(vec![self.unknown]));
         self.something(pieces.collect())
     }
 
-    /// A word letter by letter, at least one piece. A letter that the vocabulary lacks is `[UNK]`.
+    /// A word letter by letter, at least one piece. An unknown letter is `[UNK]`.
     pub fn letters(&self, word: &str) -> Vec<u32> {
         let mut pieces = Vec::new();
         for part in self.tokenizer.parts(word) {
@@ -129,7 +129,7 @@ impl PieceTokenizer {
         self.cls
     }
 
-    /// The id of `[SEP]`, where there is one.
+    /// The id of `[SEP]`, if it exists.
     pub fn sep(&self) -> Option<u32> {
         self.sep
     }
@@ -166,16 +166,17 @@ fn word_pieces(pieces: &[String]) -> Result<Tokenizer, DataError> {
     }))
 }
 
-/// Two neighbouring pieces: how often they meet, and in which words.
+/// A pair of adjacent pieces: its frequency, and the words with it.
 #[derive(Default)]
 struct Pair {
     count: u64,
     words: BTreeSet<usize>,
 }
 
-/// Special tokens, letters, and pieces joined where they meet most often, until there are `vocab_size`.
+/// Special tokens, letters, and the most frequent merges, up to `vocab_size` pieces.
 ///
-/// The trainer of the `tokenizers` crate breaks ties by the order of a hash map, which differs from run to run.
+/// The trainer of the `tokenizers` crate breaks ties by the order of a hash map, which differs from
+/// run to run.
 fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<String>, DataError> {
     let alphabet: BTreeSet<char> = words.keys().flat_map(|word| word.chars()).collect();
     let mut pieces: Vec<String> = SPECIAL.map(str::to_owned).to_vec();
@@ -183,7 +184,7 @@ fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<St
     pieces.extend(alphabet.iter().map(|letter| format!("{CONTINUES}{letter}")));
     if pieces.len() > vocab_size {
         let needed = pieces.len();
-        let reason = format!("the letters alone need a vocabulary of {needed}, and {vocab_size} were asked for");
+        let reason = format!("vocab_size is {vocab_size}, but the letters alone need {needed}");
         return Err(DataError::Tokenizer(reason));
     }
     let mut ids: HashMap<String, usize> = pieces.iter().cloned().zip(0..).collect();
@@ -202,7 +203,7 @@ fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<St
         }
     }
     while pieces.len() < vocab_size {
-        // The most frequent, and the oldest among equals: the order of the map does not matter.
+        // The most frequent pair, the oldest among equals, independent of the map's order.
         let best = pairs.iter().max_by_key(|(pair, met)| (met.count, Reverse(**pair)));
         let Some((&joined, _)) = best.filter(|(_, met)| met.count >= MIN_FREQUENCY) else { break };
         let end = &pieces[joined.1];
@@ -231,7 +232,7 @@ fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<St
     Ok(pieces)
 }
 
-/// A spelling with each of its `pair`s as one piece.
+/// A spelling with each occurrence of `pair` merged.
 fn join(spelling: &[usize], pair: (usize, usize), id: usize) -> Vec<usize> {
     let mut joined = Vec::with_capacity(spelling.len());
     let mut at = 0;
@@ -248,18 +249,18 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    fn utterances(texts: &[&str]) -> Vec<Utterance> {
+    fn utterances(sentences: &[&str]) -> Vec<Utterance> {
         let utterance = |text: &&str| Utterance {
             words: text.split_whitespace().map(str::to_owned).collect(),
             tags: text.split_whitespace().map(|_| "O".to_owned()).collect(),
             intent: "say".to_owned(),
         };
-        texts.iter().map(utterance).collect()
+        sentences.iter().map(utterance).collect()
     }
 
     fn trained(vocab_size: usize) -> PieceTokenizer {
-        let texts = ["play the Player", "play playing singing", "Joe's café at 8:30", "singing the song"];
-        PieceTokenizer::train(&utterances(&texts), vocab_size).expect("room for letters")
+        let sentences = ["play the Player", "play playing singing", "Joe's café at 8:30", "singing the song"];
+        PieceTokenizer::train(&utterances(&sentences), vocab_size).expect("room for letters")
     }
 
     /// The names of some pieces.
@@ -321,7 +322,7 @@ mod tests {
             assert_eq!(names(&pieces, &pieces.word(word)), ["[UNK]"], "{word:?}");
             assert!(!pieces.letters(word).is_empty(), "{word:?}");
         }
-        // The name of a special token is a word like any other.
+        // The name of a special token is an ordinary word here.
         assert!(!pieces.word("[CLS]").contains(&pieces.cls()));
     }
 
@@ -336,7 +337,7 @@ mod tests {
         for word in ["playing", "café", "nothing"] {
             assert_eq!(again.word(word), pieces.word(word));
         }
-        // As the tokenizers crate itself would.
+        // The same as the tokenizers crate itself.
         let whole = Tokenizer::load(&path).expect("what was written").encode("playing singing").expect("any text");
         assert_eq!(whole, [pieces.word("playing"), pieces.word("singing")].concat());
     }

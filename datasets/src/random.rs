@@ -1,4 +1,4 @@
-//! A small seeded generator, so that what is drawn stays the same from version to version.
+//! A small seeded generator with stable output across versions.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014), which gives a good stream for every seed.
 pub(crate) struct Generator(u64);
@@ -27,12 +27,12 @@ impl Generator {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
 
-    /// Whether something of this probability happens.
+    /// True with this probability.
     pub(crate) fn chance(&mut self, probability: f64) -> bool {
         ((self.next() >> 11) as f64 / (1u64 << 53) as f64) < probability
     }
 
-    /// Picks one of some indices by their probabilities, and returns both.
+    /// Samples an index by its probability, and returns both.
     pub(crate) fn pick(&mut self, odds: impl Iterator<Item = (usize, f64)>) -> (usize, f64) {
         let mut point = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         let mut picked = (0, 1.0);

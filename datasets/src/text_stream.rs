@@ -1,58 +1,59 @@
-//! Tokens into text, one by one as they are generated.
+//! Incremental decoding of tokens to text.
 
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
 impl Tokenizer {
-    /// A decoder for tokens as they come, the first of a text.
+    /// A decoder for a stream of tokens, from the start of a text.
     pub fn stream(&self) -> TextStream<'_> {
         self.stream_behind(&[])
     }
 
-    /// A decoder for tokens as they come, which go on behind those of `before`: a prompt's, of which the last few count.
+    /// A decoder for a stream of tokens after those of `before`, such as a prompt, of which the
+    /// last few matter.
     pub fn stream_behind(&self, before: &[u32]) -> TextStream<'_> {
         TextStream::new(self, before)
     }
 }
 
-/// The fewest tokens that stay in front of those that come: enough for every decoder to know that its text does not begin there.
+/// Minimum context tokens: enough for every decoder to know that it is not at the start of a text.
 const CONTEXT: usize = 8;
-/// The most tokens of a character.
+/// Maximum tokens of a character.
 const CHARACTER: usize = 4;
 
-/// Turns tokens into text one by one, holding back what is not yet whole UTF-8.
+/// Decodes tokens to text one by one, holding back incomplete UTF-8.
 ///
-/// Tokens are decoded behind those before them: many decoders drop the space before the first word of what they are given.
+/// Tokens are decoded after their context: many decoders drop the space before the first word.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The last tokens whose text was told, and those whose text was not yet.
+    /// The last tokens whose text was returned, and those whose text was not yet.
     tokens: Vec<u32>,
-    /// How many of them were told.
+    /// How many of them were returned.
     told: usize,
-    /// What these decode to.
+    /// Their text.
     text: String,
-    /// Where characters end among the tokens that were told: only there may the first of them be dropped, since decoders
-    /// that spell bytes spoil all of a run of them that begins within a character.
+    /// Character boundaries among the returned tokens. The context may only be cut there, since
+    /// decoders garble a run of byte tokens that starts within a character.
     ends: Vec<usize>,
 }
 
 impl<'a> TextStream<'a> {
-    /// For the tokens behind those of `before`.
+    /// For tokens after those of `before`.
     fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
-        // Tokens that the decoder refuses are the caller's: it is told of them with the first of its own.
+        // If the decoder refuses context tokens, the error comes with the first new one.
         let decoded = |first: usize| tokenizer.decode(&before[first..]).unwrap_or_default();
         let first = before.len().saturating_sub(CONTEXT);
         let earlier = (0..CHARACTER).map(|more| first.saturating_sub(more));
         let whole = earlier.clone().find(|first| !decoded(*first).starts_with(char::REPLACEMENT_CHARACTER));
         let first = whole.unwrap_or(first);
         let mut text = decoded(first);
-        // A character that is cut there is whole with what follows.
+        // A character that is cut there is completed by what follows.
         text.truncate(text.trim_end_matches(char::REPLACEMENT_CHARACTER).len());
         let tokens = before[first..].to_vec();
         Self { tokenizer, told: tokens.len(), tokens, text, ends: Vec::new() }
     }
 
-    /// The text that `token` completes, which may be none yet.
+    /// The text that `token` completes, possibly empty.
     ///
     /// # Errors
     /// If the tokenizer's decoder refuses the token.
@@ -64,7 +65,8 @@ impl<'a> TextStream<'a> {
         }
         let more = match text.strip_prefix(self.text.as_str()) {
             Some(more) => more.to_string(),
-            // What came was no character after all, and spoils bytes that were told; or the decoder puts words right that were.
+            // The new token invalidates bytes returned before, or the decoder corrects earlier
+            // text.
             None => self.tokenizer.decode(&self.tokens[self.told..])?,
         };
         self.told = self.tokens.len();

@@ -1,4 +1,5 @@
-//! Text to tokens and back: bytes, characters, words or byte pairs, each kept as the hub's `tokenizer.json`.
+//! Tokenizers: bytes, characters, words or byte-level BPE, each stored as the hub's
+//! `tokenizer.json`.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
@@ -23,20 +24,20 @@ use crate::inputs::hex;
 use crate::sources::{TextSource, cut_between_words};
 use crate::words::Words;
 
-/// The token between texts of a trained byte-pair tokenizer.
+/// The end-of-document token of a trained BPE tokenizer.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// Tokens that end a document, where a tokenizer has them.
+/// End-of-document tokens by name.
 const DOCUMENT_ENDS: [&str; 4] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>"];
 
-/// How to make a tokenizer from a text.
+/// Kinds of trained tokenizers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenizerKind {
-    /// A token for each byte.
+    /// A token per byte.
     Byte,
-    /// A token for each character that the text has.
+    /// A token per character of the text.
     Char,
-    /// Byte pairs, merged until there are this many tokens.
+    /// Byte-level BPE with this vocabulary size.
     Bpe(usize),
 }
 
@@ -45,20 +46,20 @@ pub enum TokenizerKind {
 pub struct Tokenizer(tokenizers::Tokenizer);
 
 impl Tokenizer {
-    /// Makes a tokenizer for `text`.
+    /// Trains a tokenizer on `text`.
     ///
     /// # Errors
-    /// If a byte-pair vocabulary is asked for that is smaller than the 256 bytes and one special token.
+    /// If a BPE vocabulary is smaller than the 256 bytes and one special token.
     pub fn train(kind: TokenizerKind, text: &str) -> Result<Self, DataError> {
         match kind {
             TokenizerKind::Byte => Self::byte_level(Map::new()),
             TokenizerKind::Char => Self::characters(text.chars().collect()),
-            // Whole lines: a word never crosses one, and equal pieces are counted once.
+            // Whole lines: words do not cross lines, and equal pieces are counted once.
             TokenizerKind::Bpe(vocab_size) => Self::train_bpe(vocab_size, text.split_inclusive('\n')),
         }
     }
 
-    /// Makes a tokenizer for the texts of `sources`: of byte pairs, by their first gigabyte.
+    /// Trains a tokenizer on `sources`; BPE uses their first gigabyte.
     ///
     /// # Errors
     /// As [`train`](Self::train), and if a source cannot be read.
@@ -86,14 +87,14 @@ impl Tokenizer {
                             Ok(if taken { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
                         })
                     });
-                    // Whoever does not listen any more has failed already.
+                    // A receiver that is gone has failed already.
                     let _ = read.map_err(|error| sender.send(Err(error)));
                 });
                 let failed = Mutex::new(None);
-                let texts = receiver.into_iter().map_while(|read| {
+                let pieces = receiver.into_iter().map_while(|read| {
                     read.map_err(|error| failed.lock().unwrap_or_else(PoisonError::into_inner).replace(error)).ok()
                 });
-                let lines = texts.flat_map(|text| text.split_inclusive('\n').map(str::to_string).collect::<Vec<_>>());
+                let lines = pieces.flat_map(|text| text.split_inclusive('\n').map(str::to_string).collect::<Vec<_>>());
                 let trained = Self::train_bpe(vocab_size, lines);
                 match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
                     Some(error) => Err(error),
@@ -103,7 +104,7 @@ impl Tokenizer {
         }
     }
 
-    /// A token for each of `characters`.
+    /// A token per character.
     fn characters(characters: HashSet<char>) -> Result<Self, DataError> {
         let mut characters: Vec<char> = characters.into_iter().collect();
         characters.sort_unstable();
@@ -111,15 +112,16 @@ impl Tokenizer {
         Self::split(&words, r"[\s\S]")
     }
 
-    /// A tokenizer of a closed vocabulary of words, each with the space before it, punctuation and line breaks.
+    /// A tokenizer with a closed vocabulary of words, each with the space before it, punctuation
+    /// and line breaks.
     ///
     /// # Errors
-    /// If the vocabulary is refused.
+    /// If the vocabulary is invalid.
     pub fn words(vocabulary: &[String]) -> Result<Self, DataError> {
         Self::split(vocabulary, r#" ?[A-Za-z'-]+|[.,!?;:"]|\n"#)
     }
 
-    /// Words that `pattern` finds, looked up.
+    /// Splits by `pattern` and looks the words up.
     fn split(words: &[String], pattern: &str) -> Result<Self, DataError> {
         let vocabulary: Map<String, Value> = words.iter().cloned().zip((0..).map(|id| json!(id))).collect();
         Self::from_json(&json!({
@@ -133,7 +135,8 @@ impl Tokenizer {
         }))
     }
 
-    /// Bytes under their printable names, with the vocabulary `merged` or, where it is empty, the bytes alone.
+    /// Bytes by their printable names, with the vocabulary `merged` or, if that is empty, only the
+    /// bytes.
     fn byte_level(merged: Map<String, Value>) -> Result<Self, DataError> {
         let vocabulary = if merged.is_empty() {
             let mut bytes: Vec<char> = ByteLevel::alphabet().into_iter().collect();
@@ -156,7 +159,7 @@ impl Tokenizer {
         lines: impl Iterator<Item = S> + Send,
     ) -> Result<Self, DataError> {
         if vocab_size < 257 {
-            let reason = format!("a byte-pair vocabulary needs at least 257 tokens, and {vocab_size} were asked for");
+            let reason = format!("a byte-level BPE vocabulary needs at least 257 tokens; got {vocab_size}");
             return Err(DataError::Tokenizer(reason));
         }
         let Self(mut tokenizer) = Self::byte_level(Map::new())?;
@@ -166,27 +169,26 @@ impl Tokenizer {
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
             .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
             .build();
-        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(told)?;
+        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 
     pub(crate) fn from_json(json: &Value) -> Result<Self, DataError> {
-        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
+        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(tokenizer_error)
     }
 
-    /// A tokenizer as `settings`, a `tokenizer.json`, say but for its model and the tokens that are
-    /// looked for in a text.
+    /// A tokenizer with the `settings` of a `tokenizer.json`, and the given model and added tokens.
     pub(crate) fn from_parts(settings: &Value, model: BPE, added: Vec<AddedToken>) -> Result<Self, DataError> {
         let Self(mut tokenizer) = Self::from_json(settings)?;
         tokenizer.with_model(model);
-        tokenizer.add_tokens(added).map_err(told)?;
+        tokenizer.add_tokens(added).map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 
-    /// Reads a `tokenizer.json`. Padding and truncation, which some ask for, are left to whoever makes batches.
+    /// Reads a `tokenizer.json`. Its padding and truncation are ignored.
     ///
     /// # Errors
-    /// If it is missing or no tokenizer.
+    /// If it is missing or not a tokenizer.
     pub fn load(path: &Path) -> Result<Self, DataError> {
         let bytes = fs::read(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
         let broken = |error| DataError::Tokenizer(format!("{}: not a tokenizer: {error}", path.display()));
@@ -196,26 +198,26 @@ impl Tokenizer {
         Ok(Self(tokenizer))
     }
 
-    /// Writes a `tokenizer.json`, beside first and then renamed.
+    /// Writes a `tokenizer.json` atomically.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
-        let text = self.0.to_string(true).map_err(told)?;
-        let beside = path.with_extension("partial");
-        let written = fs::write(&beside, text)
-            .and_then(|()| File::open(&beside)?.sync_all())
-            .and_then(|()| fs::rename(&beside, path));
+        let text = self.0.to_string(true).map_err(tokenizer_error)?;
+        let partial = path.with_extension("partial");
+        let written = fs::write(&partial, text)
+            .and_then(|()| File::open(&partial)?.sync_all())
+            .and_then(|()| fs::rename(&partial, path));
         written.map_err(|error| {
-            // The first error is the one to tell; what is left beside may not be there at all.
-            let _ = fs::remove_file(&beside);
+            // Report the first error; there may be nothing to remove.
+            let _ = fs::remove_file(&partial);
             DataError::Io { path: path.to_path_buf(), error }
         })
     }
 
-    /// Number of tokens, special ones included.
+    /// Vocabulary size, special tokens included.
     pub fn vocab_size(&self) -> usize {
-        // Ids may have gaps: what counts is the largest.
+        // Ids may have gaps: the largest counts.
         let largest = self.0.get_vocab(true).into_values().max();
         largest.map_or(0, |id| id as usize + 1)
     }
@@ -225,7 +227,7 @@ impl Tokenizer {
         self.0.id_to_token(id)
     }
 
-    /// The bytes of each token's text, as it stands inside of a text; none for control tokens, and for ids without a token.
+    /// The bytes of each token's text within a text; empty for control tokens and unused ids.
     pub fn token_bytes(&self) -> Vec<Vec<u8>> {
         let spelling = Spelling::of(&self.0);
         let added = self.0.get_added_tokens_decoder();
@@ -237,7 +239,7 @@ impl Tokenizer {
         (0..self.vocab_size() as u32).map(bytes).collect()
     }
 
-    /// For each of its tokens the one of the same name that `other` has.
+    /// For each of its tokens, the one of the same name in `other`.
     pub fn tokens_of(&self, other: &Self) -> Vec<Option<u32>> {
         let name = |token: u32| self.0.id_to_token(token);
         (0..self.vocab_size() as u32).map(|token| name(token).and_then(|name| other.token_id(&name))).collect()
@@ -251,7 +253,7 @@ impl Tokenizer {
     /// The tokens of a text.
     ///
     /// # Errors
-    /// If the text holds a word or character that the vocabulary lacks; it is named.
+    /// If the vocabulary lacks a word or character of the text; names it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match self.may_cut_words() {
             true if text.len() > LONG => Ok(Encoder::new(self).encode(&cut_between_words(text))?.concat()),
@@ -259,33 +261,33 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a text, by one core.
+    /// The tokens of a text, on one core.
     pub(crate) fn encode_whole(&self, text: &str) -> Result<Vec<u32>, DataError> {
         let encoding = self.0.encode_fast(text, false).map_err(|error| self.unknown(text, error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
     /// The tokenizer of the `tokenizers` crate.
-    #[cfg(test)]
     pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {
         &self.0
     }
 
-    /// The token that stands between documents, where there is one.
+    /// The end-of-document token, if any.
     pub fn end_token(&self) -> Option<u32> {
         DOCUMENT_ENDS.iter().find_map(|end| self.token_id(end))
     }
 
-    /// sha256 of what decides which tokens a text has: the same for equal tokenizers, however they were written.
+    /// sha256 of the parts that affect tokenization: equal for equal tokenizers, however they were
+    /// written.
     ///
     /// # Errors
-    /// If the tokenizer cannot be written.
+    /// If the tokenizer cannot be serialized.
     pub fn sha256(&self) -> Result<String, DataError> {
-        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(told)?)))
+        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(tokenizer_error)?)))
     }
 
-    /// The tokens of a text that a model is to go on from: with those before and behind it that the tokenizer's own
-    /// post-processor adds, such as Llama's `<s>`.
+    /// The tokens of a prompt, with those that the tokenizer's post-processor adds, such as Llama's
+    /// `<s>`.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -294,8 +296,8 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Whether a text spells a control token (one that is `special` in `tokenizer.json`), such as the end of a turn, as it
-    /// is or once it is normalized.
+    /// Whether a text contains a control token (`special` in `tokenizer.json`), such as the end of
+    /// a turn, as it is or after normalization.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -304,12 +306,12 @@ impl Tokenizer {
         if control.iter().any(|(_, token)| text.contains(&token.content)) {
             return Ok(true);
         }
-        // Only one that is looked for in normalized text can be there unseen; others stand for unknown words.
+        // Only a token matched after normalization can hide there; others stand for unknown words.
         let hidden: Vec<u32> = control.into_iter().filter(|(_, token)| token.normalized).map(|(id, _)| id).collect();
         Ok(!hidden.is_empty() && self.encode(text)?.iter().any(|token| hidden.contains(token)))
     }
 
-    /// A text with `mark` behind the first character of each control token that it spells.
+    /// Inserts `mark` after the first character of each control token in a text.
     pub fn escape(&self, text: &str, mark: char) -> String {
         let control = self.control_tokens();
         let mut escaped = String::new();
@@ -322,17 +324,17 @@ impl Tokenizer {
         escaped
     }
 
-    /// A character for private use that a text does not have.
+    /// A private-use character that a text does not contain.
     ///
     /// # Errors
-    /// If it has them all.
+    /// If it contains all of them.
     pub fn unused_mark(text: &str) -> Result<char, DataError> {
         let used: HashSet<char> = text.chars().filter(|character| PRIVATE.contains(character)).collect();
         let mut marks = PRIVATE.filter(|mark| !used.contains(mark));
-        marks.next().ok_or_else(|| DataError::Tokenizer("the text uses all of Unicode's private characters".into()))
+        marks.next().ok_or_else(|| DataError::Tokenizer("the text uses all of Unicode's private-use characters".into()))
     }
 
-    /// The tokens of a text from which each `mark` is then left out, so that none is made across one.
+    /// The tokens of a text without its `mark`s, none of which crosses a mark.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -340,16 +342,16 @@ impl Tokenizer {
         self.encode_marked(text, mark, false)
     }
 
-    /// [`encode_prompt`](Self::encode_prompt) of a text from anywhere: where it spells a control token, that is text.
+    /// [`encode_prompt`](Self::encode_prompt) for untrusted text, whose control tokens are plain
+    /// text.
     ///
     /// # Errors
-    /// As [`encode`](Self::encode), and if it spells one in a way that cannot be told from one.
+    /// As [`encode`](Self::encode), and if a control token cannot be escaped.
     pub fn encode_foreign_prompt(&self, text: &str) -> Result<Vec<u32>, DataError> {
         self.foreign(text, true)
     }
 
-    /// [`encode`](Self::encode) of a text from anywhere: where it spells a control token, that is
-    /// text.
+    /// [`encode`](Self::encode) for untrusted text, whose control tokens are plain text.
     ///
     /// # Errors
     /// As [`encode_foreign_prompt`](Self::encode_foreign_prompt).
@@ -368,11 +370,11 @@ impl Tokenizer {
             let mark = Self::unused_mark(&format!("{first}{second}"))?;
             let [one, other] = [first, second].map(|text| self.escape(text, mark));
             if self.spells_control_token(&one)? || self.spells_control_token(&other)? {
-                let reason = "the text spells one of the model's control tokens: leave it out";
+                let reason = "the text contains one of the model's control tokens: remove it";
                 return Err(DataError::Tokenizer(reason.into()));
             }
             let mut marked = self.0.clone();
-            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(tokenizer_error)?;
             let marked = Self(marked);
             let id = marked.token_id(&mark.to_string());
             let (ids, types) = marked.encode_pair(&one, &other)?;
@@ -389,14 +391,14 @@ impl Tokenizer {
         let mark = Self::unused_mark(text)?;
         let escaped = self.escape(text, mark);
         if self.spells_control_token(&escaped)? {
-            return Err(DataError::Tokenizer("the text spells one of the model's control tokens: leave it out".into()));
+            return Err(DataError::Tokenizer("the text contains one of the model's control tokens: remove it".into()));
         }
         self.encode_marked(&escaped, mark, as_prompt)
     }
 
     fn encode_marked(&self, text: &str, mark: char, as_prompt: bool) -> Result<Vec<u32>, DataError> {
         let mut marked = self.0.clone();
-        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(tokenizer_error)?;
         let marked = Self(marked);
         let id = marked.token_id(&mark.to_string());
         let tokens = if as_prompt { marked.encode_prompt(text)? } else { marked.encode(text)? };
@@ -408,20 +410,21 @@ impl Tokenizer {
         added.filter(|(_, token)| token.special && !token.content.is_empty()).collect()
     }
 
-    /// Whether a text may be cut behind a line break and before a space between two words, and encoded in parts. It may not
-    /// where a tokenizer puts something before each text, as Llama's do.
+    /// Whether a text may be split after a line break or before a space between two words, and
+    /// encoded in parts. Not with tokenizers that put something before each text, such as Llama's.
     pub(crate) fn may_cut_words(&self) -> bool {
         let ids = |text: &str| self.0.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
         [("e\n", "e", "e\ne"), ("e", " e", "e e")].into_iter().all(|(first, second, whole)| {
             match (ids(first), ids(second), ids(whole)) {
                 (Ok(first), Ok(second), Ok(whole)) => [first, second].concat() == whole,
-                // A closed vocabulary without these letters: words and characters never look beyond themselves.
+                // A closed vocabulary without these letters: words and characters do not depend on
+                // context.
                 _ => true,
             }
         })
     }
 
-    /// Names the first piece of a text that the vocabulary lacks.
+    /// Names the first part of a text that the vocabulary lacks.
     fn unknown(&self, text: &str, error: tokenizers::Error) -> DataError {
         let known = |piece: &str| self.0.get_model().token_to_id(piece).is_some();
         let word = text.split_inclusive(|c: char| c.is_whitespace()).find(|word| self.0.encode(*word, false).is_err());
@@ -430,14 +433,14 @@ impl Tokenizer {
                 let character = word.chars().find(|c| !known(&c.to_string()));
                 let single = character.filter(|_| known("e") || known("a"));
                 let piece = single.map_or_else(|| format!("'{word}'"), |c| format!("'{c}'"));
-                DataError::Tokenizer(format!("the model's vocabulary has no {piece}"))
+                DataError::Tokenizer(format!("the model's vocabulary lacks {piece}"))
             }
             _ => DataError::Tokenizer(format!("the text cannot be encoded: {error}")),
         }
     }
 
-    /// A text as the vocabulary spells it, cut where no token may cross. Names of special tokens are text like any
-    /// other here.
+    /// A normalized text, split where no token crosses. Names of special tokens are ordinary text
+    /// here.
     pub(crate) fn parts(&self, text: &str) -> Vec<String> {
         let mut normalized = NormalizedString::from(text);
         if self.0.get_normalizer().is_some_and(|normalizer| normalizer.normalize(&mut normalized).is_err()) {
@@ -457,36 +460,56 @@ impl Tokenizer {
         Some(tokens.into_iter().map(|token| token.id).collect())
     }
 
-    /// The text of tokens.
+    /// Decodes tokens.
     ///
     /// # Errors
     /// If the tokenizer's decoder refuses them.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
-        self.0.decode(tokens, true).map_err(told)
+        self.0.decode(tokens, true).map_err(tokenizer_error)
+    }
+
+    /// [`decode`](Self::decode) that spells control tokens, too.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn decode_with_control(&self, tokens: &[u32]) -> Result<String, DataError> {
+        self.0.decode(tokens, false).map_err(tokenizer_error)
+    }
+
+    /// A tokenizer that knows these control tokens, too. New ones get the next ids.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses them.
+    pub fn with_control_tokens(&self, tokens: &[&str]) -> Result<Self, DataError> {
+        let mut tokenizer = self.0.clone();
+        tokenizer
+            .add_special_tokens(tokens.iter().map(|token| AddedToken::from(*token, true)))
+            .map_err(tokenizer_error)?;
+        Ok(Self(tokenizer))
     }
 }
 
-/// Characters for private use.
+/// Private-use characters.
 const PRIVATE: RangeInclusive<char> = '\u{E000}'..='\u{F8FF}';
 
-/// Bytes of text that a byte-pair vocabulary is made of, at the most.
+/// Maximum bytes of text that BPE trains on.
 const TRAINED_ON: u64 = 1 << 30;
 
-/// Bytes of a text from which on all cores encode it.
+/// Size from which all cores encode a text, in bytes.
 const LONG: usize = 64 << 10;
 
-fn told(error: tokenizers::Error) -> DataError {
+fn tokenizer_error(error: tokenizers::Error) -> DataError {
     DataError::Tokenizer(error.to_string())
 }
 
-/// A tokenizer at work on much text, by all cores.
+/// A tokenizer for bulk text, on all cores.
 pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     words: Option<Words>,
 }
 
 impl<'a> Encoder<'a> {
-    /// For texts of any size.
+    /// For text of any size.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
         Self { tokenizer, words: Words::of(&tokenizer.0) }
     }
@@ -494,7 +517,7 @@ impl<'a> Encoder<'a> {
     /// The tokens of each of `pieces`, in order.
     ///
     /// # Errors
-    /// If a piece holds a word or character that the vocabulary lacks; it is named.
+    /// If the vocabulary lacks a word or character of a piece; names it.
     pub fn encode<S: AsRef<str> + Sync>(&self, pieces: &[S]) -> Result<Vec<Vec<u32>>, DataError> {
         pieces.par_iter().map(|piece| self.encode_one(piece.as_ref())).collect()
     }
@@ -507,13 +530,13 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// How the names of tokens spell their bytes.
+/// How token names spell their bytes.
 enum Spelling {
-    /// A printable character for each byte.
+    /// A printable character per byte.
     ByteLevel(HashMap<char, u8>),
     /// Characters, one of which stands for a space; `<0x0A>` is a byte.
     Characters { space: char },
-    /// As they are.
+    /// Unchanged.
     Plain,
 }
 
@@ -556,8 +579,8 @@ impl Spelling {
     }
 }
 
-/// The byte that each character of GPT-2's alphabet stands for: printable ones for themselves, the others for those from
-/// U+0100 on, in order.
+/// The byte of each character in GPT-2's alphabet: printable bytes are themselves, the others map
+/// to U+0100 and up, in order.
 fn byte_names() -> HashMap<char, u8> {
     let mut others = '\u{100}'..;
     let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
@@ -590,7 +613,7 @@ mod tests {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/tokenizer_kinds.json");
         let golden: serde_json::Value =
             serde_json::from_str(&std::fs::read_to_string(path).expect("a golden file")).expect("JSON");
-        let texts: Vec<String> = serde_json::from_value(golden["texts"].clone()).expect("texts");
+        let samples: Vec<String> = serde_json::from_value(golden["texts"].clone()).expect("strings");
         let (mut wrong, mut continuations) = (Vec::new(), 0);
         let cases = golden["cases"].as_array().expect("cases");
         for case in cases {
@@ -601,7 +624,7 @@ mod tests {
             let file = tempfile::NamedTempFile::new().expect("a file");
             std::fs::write(file.path(), own.to_string()).expect("writable");
             let tokenizer = Tokenizer::load(file.path()).expect("a tokenizer");
-            for (at, text) in texts.iter().enumerate() {
+            for (at, text) in samples.iter().enumerate() {
                 let what = || format!("{base} {} {text:?}", case["replaced"]);
                 let wanted: Vec<u32> = serde_json::from_value(case["ids"][at].clone()).expect("ids");
                 let ids = tokenizer.encode(text).map_err(|error| error.to_string());
@@ -655,7 +678,7 @@ mod tests {
                 assert_eq!(pieces.concat(), text, "{prompt}: {pieces:?}");
                 kinds += 1;
             }
-            // What is no character at all is told, and what comes behind it.
+            // Invalid bytes are returned as replacement characters, and so is what follows.
             let bytes: Vec<u32> = ["<0xE7>", "<0x81>", "<0xAB>", "<0xE7>"]
                 .map(|name| tokenizer.0.token_to_id(name).expect("a byte"))
                 .into();

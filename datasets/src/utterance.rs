@@ -1,4 +1,4 @@
-//! Utterances with an intent and tagged words, and reading them from a folder.
+//! Utterances with an intent and tagged words, and their file formats.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,50 +9,49 @@ use crate::error::DataError;
 use crate::sources::read_file;
 use crate::spans::{Span, slot_of, spans};
 
-/// Words, a tag in IOB2 for each, and an intent.
+/// Words, an IOB2 tag for each, and an intent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Utterance {
     /// The words.
     pub words: Vec<String>,
-    /// `O`, `B-slot` or `I-slot` for each word.
+    /// `O`, `B-slot` or `I-slot` per word.
     pub tags: Vec<String>,
-    /// What is wanted.
+    /// The intent.
     pub intent: String,
 }
 
 /// Training, validation and test utterances.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Utterances {
-    /// What is learnt from.
+    /// Training split.
     pub train: Vec<Utterance>,
-    /// What progress is measured on.
+    /// Validation split.
     pub valid: Vec<Utterance>,
-    /// What is kept for the end; nothing where a data set has no such part.
+    /// Test split; empty if the data has none.
     pub test: Vec<Utterance>,
 }
 
-/// The layouts that [`Utterances::read`] understands.
+/// The layouts that [`Utterances::read`] supports.
 const LAYOUTS: &str = "folders train, valid (or validation, or dev) and test, each with seq.in, seq.out and label, \
                        and for files train.jsonl, valid.jsonl (or validation.jsonl, or dev.jsonl) and test.jsonl";
 
-/// The parts of a folder, each with the names it may have.
+/// The splits of a folder, with their possible names.
 const PARTS: [&[&str]; 3] = [&["train"], &["valid", "validation", "dev"], &["test"]];
 
 impl Utterances {
-    /// Reads a folder of one of two layouts, found by looking.
+    /// Reads a folder in one of two layouts, which it detects.
     ///
-    /// Either the folder has the folders `train`, `valid` (or `validation`, or `dev`) and `test`,
-    /// each with the files `seq.in` (words parted by white space), `seq.out` (their tags) and
-    /// `label` (the intents), whose lines belong together. Tags of BIOES and of BILOU are written
-    /// as those of IOB2. Or it has the files `train.jsonl`, `valid.jsonl` (or `validation.jsonl`,
-    /// or `dev.jsonl`) and `test.jsonl` with lines like
-    /// `{"text": "to rome", "intent": "go", "spans": [{"start": 3, "end": 7, "slot": "city"}]}`,
-    /// in which offsets count characters, [`words`] finds the words, each span is of whole words,
-    /// and other keys mean nothing. There need be no `test`.
+    /// Either there are folders `train`, `valid` (or `validation`, or `dev`) and `test`, each with
+    /// the files `seq.in` (words separated by white space), `seq.out` (their tags) and `label` (the
+    /// intents), with corresponding lines. BIOES and BILOU tags are converted to IOB2. Or there are
+    /// files `train.jsonl`, `valid.jsonl` (or `validation.jsonl`, or `dev.jsonl`) and `test.jsonl`
+    /// with lines like `{"text": "to rome", "intent": "go", "spans": [{"start": 3, "end": 7,
+    /// "slot": "city"}]}`. Offsets count characters, [`words`] finds the words, each span covers
+    /// whole words, and other keys are ignored. The test split is optional.
     ///
     /// # Errors
-    /// If something is missing, unreadable, empty or not UTF-8 text, or any line is malformed; the first such line is
-    /// named.
+    /// If something is missing, unreadable, empty or not UTF-8 text, or a line is malformed; names
+    /// the first such line.
     pub fn read(folder: &Path) -> Result<Self, DataError> {
         fs::metadata(folder).map_err(|error| DataError::Io { path: folder.to_path_buf(), error })?;
         let names = || PARTS.iter().copied().flatten();
@@ -71,7 +70,7 @@ impl Utterances {
             if found.is_none() && names == ["test"] {
                 return Ok(Vec::new());
             }
-            // Where there is none, reading the first tells what is missing.
+            // If there is none, reading the first reports what is missing.
             let path = found.unwrap_or(&paths[0]);
             if in_folders { read_lines(path, &mut faults) } else { read_json_lines(path, &mut faults) }
         };
@@ -82,7 +81,7 @@ impl Utterances {
     }
 }
 
-/// Malformed lines: the first, and how many came after it.
+/// Malformed lines: the first, and the number of others.
 #[derive(Default)]
 struct Faults {
     first: Option<(PathBuf, usize, String)>,
@@ -90,7 +89,7 @@ struct Faults {
 }
 
 impl Faults {
-    /// Notes a line, counted from 0.
+    /// Records a line, counted from 0.
     fn note(&mut self, path: &Path, line: usize, reason: String) {
         match self.first {
             None => self.first = Some((path.to_path_buf(), line + 1, reason)),
@@ -104,7 +103,7 @@ impl Faults {
     }
 }
 
-/// The lines of a text without white space at their ends and without blank ones at the end of the text.
+/// The trimmed lines of a text, without trailing blank ones.
 fn lines<'a>(path: &Path, text: &'a str) -> Result<Vec<&'a str>, DataError> {
     let text = text.trim_end();
     if text.is_empty() {
@@ -117,9 +116,9 @@ fn lines<'a>(path: &Path, text: &'a str) -> Result<Vec<&'a str>, DataError> {
 fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, DataError> {
     let paths = ["seq.in", "seq.out", "label"].map(|name| folder.join(name));
     let [words_path, tags_path, label_path] = &paths;
-    let texts = [read_file(words_path)?, read_file(tags_path)?, read_file(label_path)?];
+    let contents = [read_file(words_path)?, read_file(tags_path)?, read_file(label_path)?];
     let [words, tags, labels] =
-        [lines(words_path, &texts[0])?, lines(tags_path, &texts[1])?, lines(label_path, &texts[2])?];
+        [lines(words_path, &contents[0])?, lines(tags_path, &contents[1])?, lines(label_path, &contents[2])?];
     for (path, count) in [(tags_path, tags.len()), (label_path, labels.len())] {
         if count != words.len() {
             let reason = format!("is the last line, but seq.in has {} lines", words.len());
@@ -142,7 +141,7 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
                 format!("{} for {}", counted(tags.len(), "tag"), counted(words.len(), "word")),
             );
         } else if let Some(tag) = odd {
-            faults.note(tags_path, line, format!("'{tag}' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)"));
+            faults.note(tags_path, line, format!("'{tag}' is not a tag (O, or a slot after B-, I-, E-, S-, L- or U-)"));
         } else if label.is_empty() {
             faults.note(label_path, line, "an empty label".to_owned());
         } else {
@@ -152,9 +151,8 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
     Ok(utterances)
 }
 
-/// Writes tags as IOB2 does: the first of each span is a `B`, and the others are an `I`. BIOES ends
-/// a span of several words with `E`, and BILOU with `L`; a word that is a span of its own is an `S`
-/// or a `U`.
+/// Converts tags to IOB2: the first of each span becomes `B`, the others `I`. A span of several
+/// words ends with `E` in BIOES and `L` in BILOU; a span of one word is `S` or `U`.
 fn rewrite(tags: &mut [String]) {
     let mut ended = false;
     for tag in tags.iter_mut() {
@@ -167,7 +165,7 @@ fn rewrite(tags: &mut [String]) {
             "I" => (ended, false),
             "E" | "L" => (ended, true),
             "S" | "U" => (true, true),
-            // It is refused.
+            // Refused later.
             _ => continue,
         };
         ended = ends;
@@ -182,7 +180,7 @@ fn counted(count: usize, thing: &str) -> String {
     format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
-/// A line of a JSON lines file, of which other keys mean nothing.
+/// A line of a JSON lines file; other keys are ignored.
 #[derive(Deserialize)]
 struct JsonLine {
     text: String,
@@ -190,7 +188,7 @@ struct JsonLine {
     spans: Vec<JsonSpan>,
 }
 
-/// Characters of a text that belong to a slot.
+/// A range of characters that belongs to a slot.
 #[derive(Deserialize)]
 struct JsonSpan {
     start: usize,
@@ -210,13 +208,13 @@ fn read_json_lines(path: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, D
     Ok(utterances)
 }
 
-/// Reads a line of JSON, or tells what is wrong with it.
+/// Parses a line of JSON, or returns the reason why not.
 fn read_json(json: &str) -> Result<Utterance, String> {
     if json.is_empty() {
         return Err("an empty line".to_owned());
     }
     let line: JsonLine = serde_json::from_str(json).map_err(|error| {
-        // The line is known better than the parser knows it.
+        // The line number is known to the caller, not to the parser.
         let told = error.to_string();
         format!("{} (column {})", told.split(" at line ").next().unwrap_or(&told), error.column())
     })?;
@@ -240,18 +238,18 @@ fn tags_of_spans(text: &str, words: &[Word], mut spans: Vec<JsonSpan>) -> Result
     for JsonSpan { start, end, slot } in spans {
         let named = format!("span {start}..{end} ({slot})");
         if slot.is_empty() || slot.contains(char::is_whitespace) {
-            return Err(format!("span {start}..{end}: '{slot}' is no name of a slot"));
+            return Err(format!("span {start}..{end}: '{slot}' is not a slot name"));
         } else if start >= end {
             return Err(format!("{named} is empty"));
         } else if end > length {
-            return Err(format!("{named} goes beyond the {length} characters of the text"));
+            return Err(format!("{named} exceeds the text's {length} characters"));
         } else if start < free_from {
             return Err(format!("{named} overlaps the one before it"));
         }
         free_from = end;
         let cuts = |at: usize, word: &Word| word.start < at && at < word.end;
         if let Some(word) = words.iter().find(|word| cuts(start, word) || cuts(end, word)) {
-            return Err(format!("{named} cuts the word '{}'", word.text));
+            return Err(format!("{named} splits the word '{}'", word.text));
         }
         let mut prefix = 'B';
         for (tag, _) in tags.iter_mut().zip(words).filter(|(_, word)| start <= word.start && word.end <= end) {
@@ -259,16 +257,16 @@ fn tags_of_spans(text: &str, words: &[Word], mut spans: Vec<JsonSpan>) -> Result
             prefix = 'I';
         }
         if prefix == 'B' {
-            return Err(format!("{named} holds no word"));
+            return Err(format!("{named} contains no word"));
         }
     }
     Ok(tags)
 }
 
-/// A word of a running text.
+/// A word of running text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Word {
-    /// The word as it stands in the text.
+    /// The word, as in the text.
     pub text: String,
     /// Its first character, counted in characters.
     pub start: usize,
@@ -276,10 +274,11 @@ pub struct Word {
     pub end: usize,
 }
 
-/// Marks that stand for themselves at the edge of a word.
+/// Punctuation that becomes a word of its own at the edge of a word.
 const MARKS: &str = ".,!?;:\"()[]{}«»„“”…'‘’¿¡。、？！，；：";
 
-/// The words of a running text: what white space parts, with each mark at the edge of a word a word of its own.
+/// The words of running text, separated by white space; punctuation at the edge of a word is a word
+/// of its own.
 pub fn words(text: &str) -> Vec<Word> {
     let characters: Vec<char> = text.chars().collect();
     let is_mark = |at: &usize| MARKS.contains(characters[*at]);
@@ -307,13 +306,13 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    /// A folder of three parts, `train` of these texts and the others sound.
+    /// A folder of three splits, `train` of these contents and the others valid.
     fn folders(words: &str, tags: &str, labels: &str) -> TempDir {
         let folder = TempDir::new().expect("a folder");
         for part in ["train", "valid", "test"] {
-            let texts = if part == "train" { [words, tags, labels] } else { ["go on", "O B-way", "go"] };
+            let contents = if part == "train" { [words, tags, labels] } else { ["go on", "O B-way", "go"] };
             fs::create_dir(folder.path().join(part)).expect("a folder");
-            for (name, text) in ["seq.in", "seq.out", "label"].iter().zip(texts) {
+            for (name, text) in ["seq.in", "seq.out", "label"].iter().zip(contents) {
                 fs::write(folder.path().join(part).join(name), text).expect("a file");
             }
         }
@@ -322,7 +321,7 @@ mod tests {
 
     const LINE: &str = r#"{"text": "go on", "intent": "go", "spans": [{"start": 3, "end": 5, "slot": "way"}]}"#;
 
-    /// A folder of three files, `train.jsonl` of this text and the others sound.
+    /// A folder of three files, `train.jsonl` of this text and the others valid.
     fn files(train: &str) -> TempDir {
         let folder = TempDir::new().expect("a folder");
         for (name, text) in [("train", train), ("dev", LINE), ("test", LINE)] {
@@ -336,7 +335,7 @@ mod tests {
     }
 
     fn utterance(words: &[&str], tags: &[&str], intent: &str) -> Utterance {
-        let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        let owned = |contents: &[&str]| contents.iter().map(|text| (*text).to_owned()).collect();
         Utterance { words: owned(words), tags: owned(tags), intent: intent.to_owned() }
     }
 
@@ -384,7 +383,7 @@ mod tests {
             ("B-x I-x E-x O S-x", "B-x I-x I-x O B-x"),
             ("B-x I-x L-x O U-x", "B-x I-x I-x O B-x"),
             ("S-x S-x B-x E-x S-y", "B-x B-x B-x I-x B-y"),
-            // Spans that touch, and an end without a beginning.
+            // Adjacent spans, and an end without a beginning.
             ("B-x E-x I-x E-x O", "B-x I-x B-x I-x O"),
             ("E-x E-x O L-y O", "B-x B-x O B-y O"),
             ("S-x I-x O U-a-b O", "B-x B-x O B-a-b O"),
@@ -430,13 +429,13 @@ mod tests {
                 "a\nb\n",
                 "O\nX-y\n",
                 "one\ntwo\n",
-                "train/seq.out, line 2: 'X-y' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)",
+                "train/seq.out, line 2: 'X-y' is not a tag (O, or a slot after B-, I-, E-, S-, L- or U-)",
             ),
             (
                 "a\nb\n",
                 "B-\nO\n",
                 "one\ntwo\n",
-                "train/seq.out, line 1: 'B-' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)",
+                "train/seq.out, line 1: 'B-' is not a tag (O, or a slot after B-, I-, E-, S-, L- or U-)",
             ),
             ("a\nb\nc\n", "O\nO\nO\n", "one\n  \ntwo\n", "train/label, line 2: an empty label"),
             (
@@ -486,15 +485,15 @@ mod tests {
             (LINE.replace("\"end\"", "\"stop\""), "missing field `end`"),
             (LINE.replace("\"go\"", "\" \""), "an empty intent"),
             (LINE.replace("\"go on\"", "\" \""), "an empty utterance"),
-            (LINE.replace("\"way\"", "\"\""), "span 3..5: '' is no name of a slot"),
-            (LINE.replace("\"way\"", "\"a b\""), "span 3..5: 'a b' is no name of a slot"),
+            (LINE.replace("\"way\"", "\"\""), "span 3..5: '' is not a slot name"),
+            (LINE.replace("\"way\"", "\"a b\""), "span 3..5: 'a b' is not a slot name"),
             (LINE.replace("3", "-3"), "invalid value"),
             (line(&span(3, 3)), "span 3..3 (x) is empty"),
             (line(&span(3, 2)), "span 3..2 (x) is empty"),
-            (line(&span(6, 8)), "span 6..8 (x) goes beyond the 7 characters of the text"),
-            (line(&span(2, 3)), "span 2..3 (x) holds no word"),
-            (line(&span(0, 4)), "span 0..4 (x) cuts the word 'on'"),
-            (line(&span(1, 5)), "span 1..5 (x) cuts the word 'go'"),
+            (line(&span(6, 8)), "span 6..8 (x) exceeds the text's 7 characters"),
+            (line(&span(2, 3)), "span 2..3 (x) contains no word"),
+            (line(&span(0, 4)), "span 0..4 (x) splits the word 'on'"),
+            (line(&span(1, 5)), "span 1..5 (x) splits the word 'go'"),
             (both(span(3, 5), span(0, 5)), "span 3..5 (x) overlaps the one before it"),
             (both(span(3, 5), span(3, 5)), "span 3..5 (x) overlaps the one before it"),
         ] {
@@ -528,13 +527,13 @@ mod tests {
 
     #[test]
     fn words_are_parted_by_white_space_and_marks_at_their_edges() {
-        let texts = |text| words(text).into_iter().map(|word| word.text).collect::<Vec<_>>();
+        let contents = |text| words(text).into_iter().map(|word| word.text).collect::<Vec<_>>();
         assert_eq!(
-            texts("(Don't stop... at 3.5, st. John's!)"),
+            contents("(Don't stop... at 3.5, st. John's!)"),
             ["(", "Don't", "stop", ".", ".", ".", "at", "3.5", ",", "st", ".", "John's", "!", ")"]
         );
-        assert_eq!(texts("'tis «o'clock»\u{a0}„x“"), ["'", "tis", "«", "o'clock", "»", "„", "x", "“"]);
-        assert_eq!(texts("?!"), ["?", "!"]);
+        assert_eq!(contents("'tis «o'clock»\u{a0}„x“"), ["'", "tis", "«", "o'clock", "»", "„", "x", "“"]);
+        assert_eq!(contents("?!"), ["?", "!"]);
         for blank in ["", " ", "\t\r\n\u{2003}"] {
             assert_eq!(words(blank), []);
         }

@@ -25,7 +25,7 @@ pub struct UtteranceBatch {
 }
 
 impl UtteranceBatch {
-    /// Rows of pieces and targets, filled up to the longest with `padding`.
+    /// Rows of pieces and targets, padded to the longest with `padding`.
     fn new(rows: &[(Vec<i32>, Vec<i32>)], padding: i32) -> Self {
         let seq_length = rows.iter().map(|(ids, _)| ids.len()).max().unwrap_or(1).max(1);
         let mut batch = Self { ids: Vec::new(), targets: Vec::new(), lengths: Vec::new(), seq_length };
@@ -39,12 +39,13 @@ impl UtteranceBatch {
         batch
     }
 
-    /// Pieces, row after row.
+    /// Pieces, in row-major order.
     pub fn ids(&self) -> &[i32] {
         &self.ids
     }
 
-    /// The intent in the first column of a row, the tag of each word at its first piece, and [`IGNORED_TARGET`].
+    /// The intent in the first column of a row, the tag of each word at its first piece, and
+    /// [`IGNORED_TARGET`].
     pub fn targets(&self) -> &[i32] {
         &self.targets
     }
@@ -64,12 +65,12 @@ impl UtteranceBatch {
         self.seq_length
     }
 
-    /// How many targets that count are tags.
+    /// Number of tag targets.
     pub fn tag_count(&self) -> usize {
         self.count(|column| column > 0)
     }
 
-    /// How many targets that count are intents.
+    /// Number of intent targets.
     pub fn intent_count(&self) -> usize {
         self.count(|column| column == 0)
     }
@@ -79,7 +80,7 @@ impl UtteranceBatch {
         columns.filter(|(at, target)| counts(at % self.seq_length) && **target != IGNORED_TARGET).count()
     }
 
-    /// The same rows in `parts` batches of equal size, or in fewer where there are fewer rows.
+    /// The same rows in `parts` batches of equal size, or fewer if there are fewer rows.
     pub fn split(self, parts: usize) -> Vec<Self> {
         let (all, rows) = (self.batch_size(), self.batch_size().div_ceil(parts.max(1)).max(1));
         (0..all).step_by(rows).map(|begin| self.rows(begin..all.min(begin + rows))).collect()
@@ -99,7 +100,7 @@ impl UtteranceBatch {
         }
     }
 
-    /// The batch on the device, in an upload each.
+    /// Uploads the batch.
     pub fn to_device<B: Backend>(&self, device: &B::Device) -> DeviceBatch<B> {
         let (batch_size, seq_length) = (self.batch_size(), self.seq_length);
         let mut tags = self.targets.clone();
@@ -107,7 +108,7 @@ impl UtteranceBatch {
         for first in (0..tags.len()).step_by(seq_length) {
             std::mem::swap(&mut tags[first], &mut intents[first]);
         }
-        // As one row, and then as many: devices may lay the rows of a matrix apart.
+        // As one row, then reshaped: devices may pad the rows of a matrix.
         let row = |values: &[i32]| Tensor::<B, 1, Int>::from_data(values, device);
         let cells = |values: &[i32]| row(values).reshape([batch_size, seq_length]);
         DeviceBatch { ids: cells(&self.ids), tags: cells(&tags), intents: cells(&intents), lengths: row(&self.lengths) }
@@ -119,7 +120,8 @@ impl UtteranceBatch {
 pub struct DeviceBatch<B: Backend> {
     /// Pieces, `[batch_size, seq_length]`.
     pub ids: Tensor<B, 2, Int>,
-    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size, seq_length]`.
+    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size,
+    /// seq_length]`.
     pub tags: Tensor<B, 2, Int>,
     /// Pieces of each row without padding, `[batch_size]`.
     pub lengths: Tensor<B, 1, Int>,
@@ -127,55 +129,55 @@ pub struct DeviceBatch<B: Backend> {
     pub intents: Tensor<B, 2, Int>,
 }
 
-/// How utterances are varied in training. All shares are probabilities.
+/// Data augmentation in training. All shares are probabilities.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Variation {
-    /// Of a word being read letter by letter, so that letters come to mean something in words never seen.
+    /// Of spelling a word letter by letter, so that letters get meaning in unseen words.
     pub split_words: f64,
-    /// Of a slot's value being exchanged for one of the same slot in another utterance.
+    /// Of replacing a slot's value by one of the same slot in another utterance.
     pub swap_values: f64,
-    /// Of a word being hidden behind `[UNK]`, so that its neighbours come to tell what it is.
+    /// Of masking a word with `[UNK]`, so that the model learns to use its context.
     pub hide_words: f64,
 }
 
-/// How many batches are drawn from together: rows within so many are sorted by length.
+/// Batches per pool, within which rows are sorted by length.
 const POOL: usize = 32;
 
-/// Added to a seed for what is drawn within rows, so that it differs from what orders them.
+/// Added to the seed of augmentation, so that it differs from that of the order.
 const WITHIN_ROWS: u64 = 1 << 63;
 
-/// A distinct word in pieces.
+/// The spellings of a distinct word.
 #[derive(Debug)]
 struct Spelling {
     usual: Vec<u32>,
     letters: Vec<u32>,
 }
 
-/// An utterance in spellings.
+/// An utterance as spellings.
 #[derive(Debug)]
 struct Row {
     intent: i32,
-    /// Place of each word's spelling, and its tag.
+    /// Index of each word's spellings, and its tag.
     words: Vec<(usize, i32)>,
-    /// Where each word begins in the usual spelling.
+    /// Start of each word in the usual spelling.
     columns: Vec<usize>,
     /// Pieces in the usual spelling, special ones included.
     length: usize,
 }
 
-/// The order of an epoch, and what it was drawn for.
+/// The order of an epoch, and its key.
 #[derive(Debug)]
 struct Epoch {
     drawn_for: (u64, u64, usize),
     batches: Vec<Vec<usize>>,
 }
 
-/// Utterances as pieces, ready for batches.
+/// Encoded utterances.
 #[derive(Debug)]
 pub struct EncodedUtterances {
     rows: Vec<Row>,
     spellings: Vec<Spelling>,
-    /// The values of each slot, by the tag that begins them, as often as they occur.
+    /// The values of each slot, by the tag that begins them, with repetitions.
     values: HashMap<i32, Vec<Vec<(usize, i32)>>>,
     longest: usize,
     cut: usize,
@@ -187,8 +189,9 @@ pub struct EncodedUtterances {
 }
 
 impl EncodedUtterances {
-    /// Encodes utterances in rows of at most `longest` pieces, special ones included. A longer utterance is cut behind
-    /// the last word that fits. An intent or tag that `labels` lacks does not count.
+    /// Encodes utterances in rows of at most `longest` pieces, special ones included. A longer
+    /// utterance is truncated after the last word that fits. Intents and tags missing in `labels`
+    /// are ignored.
     ///
     /// # Errors
     /// If `longest` leaves no room for a word.
@@ -200,7 +203,7 @@ impl EncodedUtterances {
     ) -> Result<Self, DataError> {
         let special = 1 + usize::from(pieces.sep().is_some());
         if longest <= special {
-            let reason = format!("rows of {longest} pieces leave no room for a word beside {special} special ones");
+            let reason = format!("{longest} pieces leave no room for a word next to the {special} special ones");
             return Err(DataError::Tokenizer(reason));
         }
         let mut encoded = Self {
@@ -249,30 +252,30 @@ impl EncodedUtterances {
         self.rows.len()
     }
 
-    /// Whether there are no utterances.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// How many utterances were too long and lost their ends.
+    /// Number of truncated utterances.
     pub fn cut(&self) -> usize {
         self.cut
     }
 
-    /// The piece columns at which the words of an utterance begin, as in [`Self::batches`].
+    /// The columns at which the words of an utterance start, as in [`Self::batches`].
     pub fn word_columns(&self, index: usize) -> &[usize] {
         &self.rows[index].columns
     }
 
-    /// Number of training steps in which every utterance comes once.
+    /// Training steps per epoch.
     pub fn steps_per_epoch(&self, batch_size: usize) -> u64 {
         self.rows.len().div_ceil(batch_size.max(1)).max(1) as u64
     }
 
     /// The training batch of a step, of `batch_size` rows: a pure function of `key`.
     ///
-    /// In an epoch every utterance comes once, among others of about its length; the last batch may be smaller. The
-    /// utterances are varied as far as a row has room.
+    /// In an epoch every utterance occurs once, batched by length; the last batch may be smaller.
+    /// Augmentation is limited by the length of a row.
     pub fn batch(&self, key: BatchKey, batch_size: usize, variation: Variation) -> UtteranceBatch {
         let BatchKey { seed, step } = key;
         let steps = self.steps_per_epoch(batch_size);
@@ -293,7 +296,7 @@ impl EncodedUtterances {
         UtteranceBatch::new(&rows, self.pad as i32)
     }
 
-    /// All utterances in order of length in their usual spelling: their places and the batch.
+    /// All utterances sorted by length in their usual spelling: their indices and the batch.
     pub fn batches(&self, batch_size: usize) -> Vec<(Vec<usize>, UtteranceBatch)> {
         let mut order: Vec<usize> = (0..self.rows.len()).collect();
         order.sort_by_key(|index| self.rows[*index].length);
@@ -304,7 +307,8 @@ impl EncodedUtterances {
         order.chunks(batch_size.max(1)).map(batch).collect()
     }
 
-    /// The batches of an epoch: all utterances shuffled, sorted by length within pools, and the batches shuffled.
+    /// The batches of an epoch: utterances shuffled, sorted by length within pools, and batches
+    /// shuffled.
     fn order(&self, seed: u64, epoch: u64, batch_size: usize) -> Vec<Vec<usize>> {
         let mut rng = Generator::new(seed, epoch, 0);
         let mut order: Vec<usize> = (0..self.rows.len()).collect();
@@ -318,12 +322,12 @@ impl EncodedUtterances {
         batches
     }
 
-    /// Pieces and targets of an utterance as it is.
+    /// Pieces and targets of an unchanged utterance.
     fn usual(&self, row: &Row) -> (Vec<i32>, Vec<i32>) {
         self.written(row.intent, row.words.iter().map(|(place, tag)| (&self.spellings[*place].usual[..], *tag)))
     }
 
-    /// Pieces and targets of an utterance as it may be said otherwise.
+    /// Pieces and targets of an augmented utterance.
     fn varied(&self, row: &Row, rng: &mut Generator, variation: Variation) -> (Vec<i32>, Vec<i32>) {
         let usual = |words: &[(usize, i32)]| -> usize {
             words.iter().map(|(place, _)| self.spellings[*place].usual.len()).sum()
@@ -363,7 +367,7 @@ impl EncodedUtterances {
         self.written(row.intent, written.into_iter())
     }
 
-    /// Pieces and targets of words with their tags.
+    /// Pieces and targets of tagged words.
     fn written<'a>(&self, intent: i32, words: impl Iterator<Item = (&'a [u32], i32)>) -> (Vec<i32>, Vec<i32>) {
         let (mut ids, mut targets) = (vec![self.cls as i32], vec![intent]);
         for (pieces, tag) in words {
@@ -377,7 +381,7 @@ impl EncodedUtterances {
     }
 }
 
-/// Where the values of slots stand among words with their tags' ids.
+/// The positions of slot values among words with tag ids.
 fn value_spans(words: &[(usize, i32)]) -> Vec<Range<usize>> {
     let mut spans: Vec<Range<usize>> = Vec::new();
     for (at, (_, tag)) in words.iter().enumerate() {
@@ -392,7 +396,7 @@ fn value_spans(words: &[(usize, i32)]) -> Vec<Range<usize>> {
     spans
 }
 
-/// Puts items in a random order.
+/// Shuffles items.
 fn shuffle<T>(items: &mut [T], rng: &mut Generator) {
     for at in (1..items.len()).rev() {
         items.swap(at, rng.below(at + 1));
@@ -489,8 +493,8 @@ mod tests {
 
     #[test]
     fn the_tag_of_a_word_is_at_its_first_piece() {
-        let texts = [utterance("song gnosy on", "B-song I-song O", "music")];
-        let all = EncodedUtterances::new(&texts, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
+        let samples = [utterance("song gnosy on", "B-song I-song O", "music")];
+        let all = EncodedUtterances::new(&samples, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
         let batch = all.batches(1).remove(0).1;
         let columns = all.word_columns(0).to_vec();
         assert!(batch.seq_length() > 5);
@@ -501,8 +505,8 @@ mod tests {
 
     #[test]
     fn unknown_labels_do_not_count() {
-        let texts = [utterance("play song", "O B-city", "leave")];
-        let all = EncodedUtterances::new(&texts, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
+        let samples = [utterance("play song", "O B-city", "leave")];
+        let all = EncodedUtterances::new(&samples, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
         assert_eq!(all.batches(1)[0].1.targets(), [NO, 0, NO, NO]);
     }
 
@@ -520,11 +524,11 @@ mod tests {
 
     #[test]
     fn every_utterance_comes_once_an_epoch() {
-        let texts: Vec<Utterance> = (0..103)
+        let samples: Vec<Utterance> = (0..103)
             .map(|at| utterance(&"on ".repeat(1 + at % 7), &"O ".repeat(1 + at % 7), &format!("intent {at}")))
             .collect();
-        let labels = Labels::of(&texts);
-        let all = EncodedUtterances::new(&texts, &labels, &pieces(), 16).expect("room for words");
+        let labels = Labels::of(&samples);
+        let all = EncodedUtterances::new(&samples, &labels, &pieces(), 16).expect("room for words");
         assert_eq!(all.steps_per_epoch(10), 11);
         let mut orders = BTreeSet::new();
         for epoch in 0..3 {

@@ -1,7 +1,7 @@
-//! The words that GPT-2 cuts a text into, and the tokens of those that were seen before.
+//! A cache of the tokens of words, for tokenizers that split text like GPT-2.
 //!
-//! Byte-level BPE cuts a text into words first, and a word always gives the same tokens. So a scanner finds the words, and
-//! `tokenizers` is asked for each of them once.
+//! Byte-level BPE first splits text into words, and a word always has the same tokens. A scanner
+//! finds the words, and `tokenizers` encodes each of them once.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -9,19 +9,19 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use aho_corasick::AhoCorasick;
 use tokenizers::{ModelWrapper, PreTokenizerWrapper, Tokenizer};
 
-/// Words that a core remembers at the most, and bytes of each.
+/// Maximum words cached per core, and bytes per word.
 const MOST_WORDS: usize = 1 << 18;
 const LONGEST_WORD: usize = 64;
 
-/// GPT-2's words, and what a tokenizer makes of those that it has seen.
+/// GPT-2's words, with the tokens of known ones.
 pub(crate) struct Words {
-    /// What is no word where it stands in a text.
+    /// Added tokens, which are not words.
     added: AhoCorasick,
     memories: Mutex<Vec<Memory>>,
 }
 
 impl Words {
-    /// Of a tokenizer, if it cuts all that is not in its list of added tokens into GPT-2's words.
+    /// For a tokenizer that splits everything but its added tokens into GPT-2's words.
     pub(crate) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let by_words = matches!(
             tokenizer.get_pre_tokenizer(),
@@ -36,7 +36,7 @@ impl Words {
         Some(Self { added: AhoCorasick::new(added).ok()?, memories: Mutex::default() })
     }
 
-    /// The tokens of a text of words alone; none of one with added tokens in it.
+    /// The tokens of a text without added tokens; none if it contains one.
     pub(crate) fn encode(&self, text: &str, tokenizer: &Tokenizer) -> Option<tokenizers::Result<Vec<u32>>> {
         if self.added.is_match(text) {
             return None;
@@ -48,7 +48,7 @@ impl Words {
     }
 
     fn memories(&self) -> MutexGuard<'_, Vec<Memory>> {
-        // A thread that panicked had none of them.
+        // A thread that panicked held none of them.
         self.memories.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -56,7 +56,7 @@ impl Words {
 /// Words and their tokens.
 #[derive(Default)]
 struct Memory {
-    /// Where a word's tokens lie.
+    /// The range of a word's tokens.
     places: HashMap<Box<str>, (u32, u32)>,
     tokens: Vec<u32>,
 }
@@ -86,8 +86,8 @@ impl Memory {
     }
 }
 
-/// Bytes of GPT-2's first word in a text: what its regular expression matches (Radford et al., 2019),
-/// `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`.
+/// Length of GPT-2's first word in a text: a match of its regular expression (Radford et al.,
+/// 2019), `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`.
 fn word_length(text: &str, classes: &Classes) -> usize {
     let endings = ["'s", "'t", "'re", "'ve", "'m", "'ll", "'d"];
     if text.starts_with('\'')
@@ -102,7 +102,8 @@ fn word_length(text: &str, classes: &Classes) -> usize {
     };
     match text[begin..].chars().next().map(|first| classes.of(first)) {
         Some(class) if class != Class::Space => run(begin, class),
-        // White space, up to the last of it where a word follows: that goes with the word if it is a space.
+        // White space, except for the last character if a word follows: a space belongs to that
+        // word.
         _ => {
             let end = run(0, Class::Space);
             let last = text[..end].char_indices().next_back().map_or(0, |(at, _)| at);
@@ -111,7 +112,7 @@ fn word_length(text: &str, classes: &Classes) -> usize {
     }
 }
 
-/// What a regular expression takes a character for.
+/// Character classes of the regular expression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     Other,
@@ -120,7 +121,7 @@ enum Class {
     Space,
 }
 
-/// The class of every character, as the regular expressions of `tokenizers` have it.
+/// The class of every character, as in the regular expressions of `tokenizers`.
 struct Classes(Vec<Class>);
 
 impl Classes {
@@ -133,7 +134,7 @@ impl Classes {
         let all: String = ('\0'..=char::MAX).collect();
         let mut classes = vec![Class::Other; char::MAX as usize + 1];
         for (pattern, class) in [(r"\p{L}+", Class::Letter), (r"\p{N}+", Class::Number), (r"\s+", Class::Space)] {
-            // These patterns are sound, as the tests below see.
+            // These patterns are valid, as the tests check.
             let Ok(pattern) = onig::Regex::new(pattern) else { continue };
             for (begin, end) in pattern.find_iter(&all) {
                 all[begin..end].chars().for_each(|found| classes[found as usize] = class);
@@ -153,8 +154,8 @@ mod tests {
     use crate::random::Generator;
     use crate::tokenizer::TokenizerKind;
 
-    /// Texts of everything that the expression tells apart, and of any characters at all.
-    fn texts() -> Vec<String> {
+    /// Strings with all character classes, and with arbitrary characters.
+    fn samples() -> Vec<String> {
         let parts = [
             " ",
             "  ",
@@ -185,17 +186,17 @@ mod tests {
             "_",
         ];
         let mut generator = Generator::new(5, 0, 0);
-        let mut texts = vec![String::new()];
+        let mut samples = vec![String::new()];
         for _ in 0..400 {
             let length = generator.below(30);
-            texts.push((0..length).map(|_| parts[generator.below(parts.len())]).collect());
+            samples.push((0..length).map(|_| parts[generator.below(parts.len())]).collect());
             let any = |generator: &mut Generator| {
                 let highest = [0x80, 0x800, 0x11_0000][generator.below(3)];
                 char::from_u32(generator.below(highest) as u32).unwrap_or('x')
             };
-            texts.push((0..length).map(|_| any(&mut generator)).collect());
+            samples.push((0..length).map(|_| any(&mut generator)).collect());
         }
-        texts
+        samples
     }
 
     #[test]
@@ -204,8 +205,8 @@ mod tests {
         for kind in [TokenizerKind::Bpe(320), TokenizerKind::Byte] {
             let tokenizer = crate::tokenizer::Tokenizer::train(kind, &text).expect("a tokenizer");
             let words = Words::of(tokenizer.inner()).expect("GPT-2's words");
-            // Twice: the second time all words are known.
-            for text in texts().iter().chain(&texts()) {
+            // Twice: the second time all words are cached.
+            for text in samples().iter().chain(&samples()) {
                 let whole = tokenizer.inner().encode_fast(text.as_str(), false).expect("any text");
                 match words.encode(text, tokenizer.inner()) {
                     Some(tokens) => assert_eq!(tokens.expect("any text"), whole.get_ids(), "{kind:?}: {text:?}"),

@@ -1,5 +1,5 @@
-//! Writes the kernels in CUDA C++ into a folder, `TARGET/NAME.cu` for each of what they are compiled for, to see what NVIDIA's
-//! tools make of them: `ptxas -v`, `cuobjdump -sass`.
+//! Writes the CUDA C++ kernels to a folder, as `TARGET/NAME.cu` for each compiled variant, to
+//! inspect them with NVIDIA's tools: `ptxas -v`, `cuobjdump -sass`.
 //!
 //! ```sh
 //! cargo run -p fireclay-kernels --features cuda --example cuda_sources FOLDER

@@ -1,4 +1,5 @@
-//! What the nodes of Burn's [`Autodiff`] share: tensors in and out of the graph, and gradients taken from it.
+//! Shared parts of the nodes of Burn's [`Autodiff`]: tensors in and out of the graph, and
+//! gradients.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -11,14 +12,14 @@ use burn::tensor::{DType, Int, Tensor};
 use crate::quant::{QuantizedWeight, Weight};
 use crate::tensor::{float, primitive};
 
-/// The wrapped backend's view of a float tensor, out of the graph.
+/// The inner backend's view of a float tensor, out of the graph.
 pub(crate) fn inner<B: Backend, C: CheckpointStrategy, const D: usize>(
     tensor: &Tensor<Autodiff<B, C>, D>,
 ) -> Tensor<B, D> {
     tensor.clone().inner()
 }
 
-/// The wrapped backend's view of an integer tensor.
+/// The inner backend's view of an integer tensor.
 pub(crate) fn inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
     tensor: Tensor<Autodiff<B, C>, D, Int>,
 ) -> Tensor<B, D, Int> {
@@ -26,28 +27,46 @@ pub(crate) fn inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
 }
 
 /// The wrapped backend's view of a quantized weight.
-pub(crate) fn inner_quantized<B: Backend, C: CheckpointStrategy>(
-    weight: QuantizedWeight<Autodiff<B, C>>,
-) -> QuantizedWeight<B> {
-    let QuantizedWeight { packed, scales, format } = weight;
-    QuantizedWeight { packed: inner_int(packed), scales: inner(&scales), format }
+fn inner_quantized<B: Backend, C: CheckpointStrategy>(weight: QuantizedWeight<Autodiff<B, C>>) -> QuantizedWeight<B> {
+    let QuantizedWeight { packed, scales, format, order } = weight;
+    QuantizedWeight { packed: inner_int(packed), scales: scales.as_ref().map(inner), format, order }
 }
 
-/// A weight as the operations of the wrapped backend take it, and the tensor of the graph that its gradient goes to, which a
-/// quantized one does not have. Floats are in `dtype`, cast once for the forward and the backward pass.
+/// What is stored as floats, or the wrapped backend's view of a quantized weight.
+pub(crate) fn inner_stored<B: Backend, C: CheckpointStrategy>(
+    weight: Weight<Autodiff<B, C>>,
+) -> Result<Tensor<Autodiff<B, C>, 2>, Weight<B>> {
+    match weight {
+        Weight::Float(weight) => Ok(weight),
+        Weight::Quantized(weight) => Err(Weight::Quantized(inner_quantized(weight))),
+        Weight::Stacked(parts) => Err(Weight::Stacked(parts.into_iter().map(inner_quantized).collect())),
+    }
+}
+
+impl<B: Backend> QuantizedWeight<B> {
+    /// The same weight as the operations of [`Autodiff`] take it, which track nothing of it.
+    pub fn tracked<C: CheckpointStrategy>(self) -> QuantizedWeight<Autodiff<B, C>> {
+        let Self { packed, scales, format, order } = self;
+        QuantizedWeight { packed: Tensor::from_inner(packed), scales: scales.map(Tensor::from_inner), format, order }
+    }
+}
+
+/// A weight for the inner backend's operations, and the graph tensor of its gradient, which a
+/// quantized one does not have. Floats are cast to `dtype` once, for the forward and the backward
+/// pass.
 pub(crate) fn inner_weight<B: Backend, C: CheckpointStrategy>(
     weight: Weight<Autodiff<B, C>>,
     dtype: DType,
 ) -> (Weight<B>, Option<Tensor<Autodiff<B, C>, 2>>) {
-    match weight {
-        Weight::Float(weight) => (Weight::Float(inner(&weight).cast(dtype)), Some(weight)),
-        Weight::Quantized(weight) => (Weight::Quantized(inner_quantized(weight)), None),
+    match inner_stored(weight) {
+        Ok(weight) => (Weight::Float(inner(&weight).cast(dtype)), Some(weight)),
+        Err(weight) => (weight, None),
     }
 }
 
-/// Takes out the gradient that a parent of an operation has so far, from other uses of it, so that the operation's own
-/// kernel adds the two. `None` where it has none yet. `like` is any tensor of the wrapped backend: gradients are looked
-/// up by a tensor of the graph, of which only the node counts.
+/// Takes a parent's gradient so far, from its other uses, so that the operation's kernel can add to
+/// it. `None` if there is none yet. `like` is any tensor of the inner backend: gradients are looked
+/// up by graph node.
 pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
     ops: &Ops<S, N>,
     parent: usize,
@@ -60,8 +79,9 @@ pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
     grads.remove::<B>(&tracked).map(float)
 }
 
-/// Takes out what the gradient of a parameter comes to so far, as [`take_gradient`] does, in f32, as the gradients of parameters are that this crate's
-/// operations make. What Burn's operations add behind it has to be f32, too.
+/// Takes a parameter's gradient so far, like [`take_gradient`], in f32, the dtype of all parameter
+/// gradients of this crate's operations. Gradients that Burn's operations add later have to be f32,
+/// too.
 pub(crate) fn take_sum<B: Backend, S, const N: usize, const D: usize>(
     ops: &Ops<S, N>,
     parent: usize,
@@ -71,7 +91,8 @@ pub(crate) fn take_sum<B: Backend, S, const N: usize, const D: usize>(
     take_gradient(ops, parent, like, grads).map(|sum| sum.cast(DType::F32))
 }
 
-/// A number that depends on a tensor, whose gradient is known. A pass that begins at it goes on from the gradients of an earlier one.
+/// A scalar that depends on a tensor with a known gradient. A pass that starts at it continues from
+/// the gradients of an earlier one.
 struct Known {
     earlier: Gradients,
 }
@@ -86,7 +107,7 @@ impl<B: Backend> Backward<B, 1> for Known {
     type State = B::FloatTensorPrimitive;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        // What is replaced is the number's own gradient, which is all that there is yet.
+        // Replaces the scalar's own gradient, the only one so far.
         *grads = self.earlier;
         let [parent] = ops.parents;
         if let Some(node) = parent {
@@ -95,8 +116,9 @@ impl<B: Backend> Backward<B, 1> for Known {
     }
 }
 
-/// The gradients of a loss, added to those of an `earlier` pass over the same parameters, where there was one, as a batch in parts has several. The
-/// backward of this crate's projections and of its head's loss adds to a parameter's gradient in its place, and on devices that of its lookups.
+/// The gradients of a loss, added to those of an `earlier` pass over the same parameters, if given,
+/// as in gradient accumulation. This crate's projections and head loss, and on devices its
+/// embeddings, accumulate parameter gradients in place.
 ///
 /// ```
 /// use burn::backend::{Autodiff, NdArray};
@@ -111,7 +133,7 @@ impl<B: Backend> Backward<B, 1> for Known {
 /// ```
 ///
 /// # Panics
-/// If nothing of what the loss was computed from is tracked.
+/// If nothing in the loss's graph is tracked.
 pub fn backward<B: Backend, C: CheckpointStrategy>(
     loss: Tensor<Autodiff<B, C>, 1>,
     earlier: Option<Gradients>,
@@ -126,8 +148,9 @@ pub fn backward<B: Backend, C: CheckpointStrategy>(
     }
 }
 
-/// A backward pass that begins in the middle: the gradients of all that `output` was computed from, where `grad` is its own, added to those of an
-/// `earlier` pass as [`backward`] adds them. Where nothing of `output` is tracked, these as they are.
+/// Starts a backward pass at `output` with its gradient `grad`, and adds to the gradients of an
+/// `earlier` pass like [`backward`]. Returns these unchanged if nothing in `output`'s graph is
+/// tracked.
 ///
 /// ```
 /// use burn::backend::{Autodiff, NdArray};
@@ -165,7 +188,7 @@ pub fn backward_from<B: Backend, C: CheckpointStrategy, const D: usize>(
     number.backward()
 }
 
-/// Whether a tensor was computed from one that is to have a gradient, or is such itself.
+/// Whether a tensor requires a gradient, or was computed from one that does.
 pub(crate) fn is_tracked<B: Backend, C: CheckpointStrategy, const D: usize>(
     tensor: &Tensor<Autodiff<B, C>, D>,
 ) -> bool {

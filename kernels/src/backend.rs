@@ -1,4 +1,4 @@
-//! The trait that the model is written against: a list.
+//! The trait that the model is generic over: a list of operation traits.
 
 use crate::ops::activation::ActivationOps;
 use crate::ops::attention::AttentionOps;
@@ -20,17 +20,20 @@ use crate::ops::upload::UploadOps;
 use crate::ops::weight::WeightOps;
 use crate::recorder::RecorderOps;
 
-/// Lists the traits of the operations once, for the trait and for what implements it.
+/// Lists the operation traits once, for the trait and its implementation.
 macro_rules! backend {
     ($($ops:ident),* $(,)?) => {
-        /// A Burn backend with the fused operations of a transformer, one trait a group.
+        /// A Burn backend with the fused operations of a transformer, one trait per group.
         ///
-        /// Every method of these has the reference as its body, so that a new backend needs an empty `impl` of each, and
-        /// replaces bodies as its kernels arrive. An operation with a hand-written gradient has three methods: `op`,
-        /// `op_forward`, which also returns what the backward pass needs, and `op_backward`. Kernels override the latter
-        /// two; [`Autodiff`](burn::backend::Autodiff) overrides `op` alone, and calls them on the backend it wraps.
+        /// All methods default to the reference, so that a new backend only needs empty `impl`s,
+        /// and overrides methods as its kernels arrive. An operation with a hand-written gradient
+        /// has three methods: `op`, `op_forward`, which also returns what the backward pass needs,
+        /// and `op_backward`. Kernels override the latter two;
+        /// [`Autodiff`](burn::backend::Autodiff) overrides only `op`, and calls them on the inner
+        /// backend.
         ///
-        /// Call the functions of this crate's root rather than these methods: they put the operands together.
+        /// Call the functions of this crate's root instead of these methods: they construct the
+        /// operands.
         pub trait Backend: $($ops +)* {}
 
         impl<B: $($ops +)*> Backend for B {}

@@ -1,8 +1,8 @@
-//! Operands of the backends' methods, checked when they are constructed.
+//! Operands of backend methods, checked on construction.
 //!
-//! Kernels launch without bounds checks, so what they rely on is checked before: each method of an operation's trait
-//! takes one [`Checked`] struct, and there is no other way to make one than by its checks. Operands that do not fit
-//! panic with the operation's name and the two shapes.
+//! Kernels launch without bounds checks, so their assumptions are checked before: each method of an
+//! operation's trait takes a [`Checked`] struct, which can only be constructed by its checks.
+//! Operands that do not fit panic with the operation's name and the two shapes.
 
 use std::ops::Deref;
 
@@ -11,13 +11,13 @@ use burn::tensor::{BasicOps, DType, Int, Tensor};
 
 use crate::products::F32Products;
 
-/// Operands that know what has to hold of them.
+/// Operands with checks.
 pub trait Operands {
-    /// Panics, with the operation's name, where the operands do not fit together.
+    /// Panics, with the operation's name, if the operands do not fit together.
     fn check(&self);
 }
 
-/// Operands that fit together: shapes, dtypes and devices.
+/// Operands whose shapes, dtypes and devices fit together.
 ///
 /// ```should_panic
 /// use burn::tensor::Tensor;
@@ -36,10 +36,10 @@ pub struct Checked<T> {
 }
 
 impl<T: Operands> Checked<T> {
-    /// The operands, if they fit.
+    /// Checks the operands.
     ///
     /// # Panics
-    /// If they do not, with the operation's name and the two shapes, dtypes or devices.
+    /// If they do not fit, with the operation's name and the two shapes, dtypes or devices.
     #[track_caller]
     pub fn new(operands: T) -> Self {
         operands.check();
@@ -48,12 +48,12 @@ impl<T: Operands> Checked<T> {
 }
 
 impl<T> Checked<T> {
-    /// The operands, to be taken apart.
+    /// The operands.
     pub fn into_inner(self) -> T {
         self.operands
     }
 
-    /// How their products of f32 are computed.
+    /// How products of f32 are computed.
     pub fn products(&self) -> F32Products {
         self.products
     }
@@ -67,7 +67,7 @@ impl<T> Deref for Checked<T> {
     }
 }
 
-/// A tensor among others: its name, and what has to fit.
+/// A tensor under check: its name and properties.
 pub(crate) struct Part<'a, D> {
     op: &'static str,
     name: &'a str,
@@ -77,7 +77,7 @@ pub(crate) struct Part<'a, D> {
     device: D,
 }
 
-/// Begins the check of an operand of `op`: it must not be empty.
+/// Starts the check of an operand of `op`, which must not be empty.
 #[track_caller]
 pub(crate) fn part<'a, B, const D: usize, K>(
     op: &'static str,
@@ -100,59 +100,59 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
         &self.dims[..self.rank]
     }
 
-    /// Told of as of `dims`, where its elements are packed.
+    /// Sets the logical dims of packed elements.
     pub(crate) fn unpacked(self, dims: [usize; 4]) -> Self {
         Self { dims, rank: 4, ..self }
     }
 
-    /// Of a dtype that kernels compute with.
+    /// Checks that kernels support the dtype.
     #[track_caller]
     pub(crate) fn float(self) -> Self {
         let Self { op, name, dtype, .. } = &self;
         assert!(
             matches!(dtype, DType::F32 | DType::F16 | DType::BF16),
-            "{op}: {name} is {dtype:?}, and has to be f32, f16 or bf16"
+            "{op}: {name} is {dtype:?} but must be f32, f16 or bf16"
         );
         self
     }
 
-    /// Of this dtype alone.
+    /// Checks the dtype.
     #[track_caller]
     pub(crate) fn of(self, wanted: DType) -> Self {
         let Self { op, name, dtype, .. } = &self;
-        assert!(*dtype == wanted, "{op}: {name} is {dtype:?}, and has to be {wanted:?}");
+        assert!(*dtype == wanted, "{op}: {name} is {dtype:?} but must be {wanted:?}");
         self
     }
 
-    /// Integers of 32 or 64 bits.
+    /// Checks for integers of 32 or 64 bits.
     #[track_caller]
     pub(crate) fn integer(self) -> Self {
         let Self { op, name, dtype, .. } = &self;
         assert!(
             matches!(dtype, DType::I32 | DType::I64 | DType::U32 | DType::U64),
-            "{op}: {name} is {dtype:?}, and has to be integers of 32 or 64 bits"
+            "{op}: {name} is {dtype:?} but must be integers of 32 or 64 bits"
         );
         self
     }
 
-    /// Of the shape `wanted`, which follows from `other`, and on its device.
+    /// Checks the shape, which follows from `other`, and the device.
     #[track_caller]
     pub(crate) fn shaped(self, wanted: &[usize], other: &Part<'_, D>) -> Self {
         let holds = self.dims() == wanted;
         self.fits(holds, other)
     }
 
-    /// Beside `other`: on one device, and of shapes of which `holds` says that they fit.
+    /// Checks that both are on one device, and that the shapes fit, as `holds` says.
     #[track_caller]
     pub(crate) fn fits(self, holds: bool, other: &Part<'_, D>) -> Self {
         let Self { op, name, .. } = &self;
         assert!(holds, "{op}: {name} {:?} does not fit {} {:?}", self.dims(), other.name, other.dims());
         let (own, others) = (&self.device, &other.device);
-        assert!(own == others, "{op}: {name} lies on {own:?}, {} on {others:?}", other.name);
+        assert!(own == others, "{op}: {name} is on {own:?}, {} on {others:?}", other.name);
         self
     }
 
-    /// Of the dtype of `other`.
+    /// Checks for the dtype of `other`.
     #[track_caller]
     pub(crate) fn alike(self, other: &Part<'_, D>) -> Self {
         let Self { op, name, dtype, .. } = &self;
@@ -161,9 +161,10 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
     }
 }
 
-/// Integers held in `0..=last`: one behaviour for ids and positions out of range, whatever the backend.
+/// Clamps integers to `0..=last`: the same behaviour for invalid ids and positions on every
+/// backend.
 ///
-/// What lies outside, on either side, counts as `last`.
+/// Values outside, on either side, become `last`.
 pub(crate) fn clamp_index<B: Backend, const D: usize>(ids: Tensor<B, D, Int>, last: usize) -> Tensor<B, D, Int> {
     let last = i32::try_from(last).unwrap_or(i32::MAX);
     let outside = ids.clone().lower_elem(0).bool_or(ids.clone().greater_elem(last));

@@ -1,25 +1,32 @@
-//! What is there to run on, found out before any client is created, so that what is missing can be told in a line.
+//! Device discovery without creating a client, so that missing parts can be reported in one line.
 
-/// A device that a backend can use.
+/// A device of a backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// What it calls itself.
+    /// Its name.
     pub name: String,
-    /// What else is known: driver, compute capability, memory.
+    /// Details: driver, compute capability, memory.
     pub detail: String,
 }
 
-/// The processor.
+/// The CPU.
 #[cfg(feature = "ndarray")]
 pub fn cpu_devices() -> Vec<DeviceInfo> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    vec![DeviceInfo { name: "CPU".into(), detail: format!("{cores} cores, f32") }]
+    let detail = format!("{cores} cores, f32; quantized weights by {}", cpu_instructions());
+    vec![DeviceInfo { name: "CPU".into(), detail }]
 }
 
-/// The adapters that WGPU finds, in the order of its device indices, or why there are none.
+/// The instructions by which the processor multiplies quantized weights, as messages call them.
+#[cfg(feature = "ndarray")]
+pub fn cpu_instructions() -> &'static str {
+    crate::cpu::Instructions::best().name()
+}
+
+/// WGPU's adapters, in order of device index, or why there are none.
 ///
 /// # Errors
-/// One line that says what is missing.
+/// One line on what is missing.
 #[cfg(feature = "wgpu")]
 pub fn wgpu_devices() -> Result<Vec<DeviceInfo>, String> {
     use burn::cubecl::future::block_on;
@@ -40,13 +47,13 @@ pub fn wgpu_devices() -> Result<Vec<DeviceInfo>, String> {
     Ok(found)
 }
 
-/// The CUDA devices, or what is missing of driver, run-time compiler and headers.
+/// The CUDA devices, or which of driver, run-time compiler and headers is missing.
 ///
 /// # Errors
-/// One line that says what is missing.
+/// One line on what is missing.
 #[cfg(feature = "cuda")]
 pub fn cuda_devices() -> Result<Vec<DeviceInfo>, String> {
-    // A library that lacks a symbol makes its loader panic.
+    // The loader panics if a library lacks a symbol.
     std::panic::catch_unwind(probe_cuda)
         .unwrap_or_else(|_| Err("the CUDA driver or run-time compiler is too old for this build".into()))
 }
@@ -93,7 +100,7 @@ fn probe_cuda() -> Result<Vec<DeviceInfo>, String> {
     Ok(found)
 }
 
-/// Looks for the headers that kernels are compiled with, where CubeCL looks for them.
+/// Checks for the headers that CubeCL compiles kernels with.
 #[cfg(feature = "cuda")]
 fn probe_headers() -> Result<(), String> {
     let Some(folder) = burn::cubecl::cuda::install::cuda_path() else {
@@ -109,17 +116,18 @@ fn probe_headers() -> Result<(), String> {
     }
 }
 
-/// Sets CubeCL up for a process: its threads share one stream of launches, and compiled kernels are kept where `cache` says.
-/// Everything else is as `cubecl.toml` and CubeCL's environment variables say.
+/// Configures CubeCL for a process: threads share one stream, and compiled kernels are cached in
+/// `cache`. Other settings come from `cubecl.toml` and CubeCL's environment variables.
 ///
-/// By default CubeCL has a stream for each thread, and one does not wait for all that another wrote, nor before it uses
-/// again what another still reads: a tensor that goes from thread to thread may then be read half written. Without this
-/// call the operations of this crate refuse tensors of another thread.
+/// By default CubeCL has a stream per thread. One stream does not wait for writes of another, nor
+/// for its reads before it reuses memory, so a tensor passed between threads may be incomplete.
+/// Without this call the operations of this crate refuse tensors of other threads.
 ///
-/// A second call in one process changes nothing.
+/// Further calls in a process have no effect.
 ///
 /// # Panics
-/// If CubeCL was used before, since it reads its settings once, or a `cubecl.toml` or `burn.toml` here or above is malformed.
+/// If CubeCL was used before, since it reads its settings once, or if `cubecl.toml` or `burn.toml`
+/// in this folder or above is malformed.
 #[cfg(feature = "cubecl")]
 pub fn configure(cache: Option<KernelCache<'_>>) {
     use cubecl::config::cache::CacheConfig;
@@ -127,7 +135,7 @@ pub fn configure(cache: Option<KernelCache<'_>>) {
 
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
-        // CubeCL reads `cubecl.toml` here or above, and takes for granted that there is a here.
+        // CubeCL reads `cubecl.toml` here or above, and requires a valid working directory.
         let here = std::env::current_dir().is_ok();
         let config = if here { CubeClRuntimeConfig::from_current_dir() } else { CubeClRuntimeConfig::default() };
         let mut config = config.override_from_env();
@@ -135,7 +143,7 @@ pub fn configure(cache: Option<KernelCache<'_>>) {
         if let Some(KernelCache { folder, device }) = cache {
             let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
             let device: String = device.chars().map(plain).collect();
-            // Another family's kernels are other ones.
+            // Another family has other kernels.
             #[cfg(feature = "cuda")]
             let device = match crate::cuda::arch::asked() {
                 Ok(Some(arch)) => format!("{device}-{}", arch.name()),
@@ -149,26 +157,26 @@ pub fn configure(cache: Option<KernelCache<'_>>) {
     });
 }
 
-/// Where compiled kernels are kept for the next process, apart for each device and each version of the kernels' sources:
-/// CubeCL's own cache knows neither. Where the folder cannot be written, nothing is kept.
+/// Where compiled kernels are cached across processes, separately per device and version of the
+/// sources, which CubeCL's own cache ignores. If the folder is not writable, nothing is cached.
 #[cfg(feature = "cubecl")]
 #[derive(Clone, Copy, Debug)]
 pub struct KernelCache<'a> {
-    /// A folder of many devices' kernels.
+    /// A folder for all devices.
     pub folder: &'a std::path::Path,
     /// The device's name.
     pub device: &'a str,
 }
 
-/// Lets mimalloc, in a program that allocates with it, keep what is freed for what comes next. Its default gives pages
-/// back a second later, and the system clears each of them before it is had again: 4% of a training step on two cores.
+/// Makes mimalloc, in a program that uses it, keep freed memory. By default it returns pages after
+/// a second, and the system clears them before they are reused: 4% of a training step on two cores.
 ///
-/// Call it before much is allocated.
+/// Call it before large allocations.
 #[cfg(feature = "mimalloc")]
 pub fn keep_freed_memory() {
-    /// `mi_option_purge_delay`, in milliseconds; never, where it is negative.
+    /// `mi_option_purge_delay`, in milliseconds; negative for never.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: the number is within mimalloc's table of options, of which this stores one word. A thread that frees
-    // memory meanwhile reads it before or after that, and either is a delay.
+    // SAFETY: the number is within mimalloc's table of options, of which this stores one word. A
+    // thread that frees memory meanwhile reads it before or after that, and either is a delay.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }

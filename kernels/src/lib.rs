@@ -1,15 +1,17 @@
-//! Fireclay's [`Backend`] trait: the operations of a transformer, cut at the size that one kernel can fuse.
+//! Fireclay's [`Backend`] trait: the operations of a transformer, at the granularity that one
+//! kernel can fuse.
 //!
-//! Every operation lives in a folder of its own:
+//! Each operation has a folder:
 //!
-//! - `mod.rs` holds the public function on tensors, with shapes, dtypes and the paper, and the operation's trait;
-//! - `reference.rs` composes it from Burn's small operations: readable, and right on every backend;
-//! - `autodiff.rs` ties `op_forward` and `op_backward` together for [`Autodiff`](burn::backend::Autodiff), once, so that a
-//!   fused backward is used wherever the fused forward is;
-//! - `cpu.rs` and `cubecl.rs` (or a folder) hold the fused bodies.
+//! - `mod.rs`: the public function on tensors, with shapes, dtypes and the paper, and the
+//!   operation's trait;
+//! - `reference.rs`: the same from Burn's basic operations, readable, and correct on every backend;
+//! - `autodiff.rs`: `op_forward` and `op_backward` as a node of
+//!   [`Autodiff`](burn::backend::Autodiff), so that the fused backward belongs to the fused forward;
+//! - `cpu.rs` and `cubecl.rs` (or a folder): the fused kernels.
 //!
-//! A model calls the public functions only. A backend that has a faster kernel overrides the trait's methods, and the
-//! model never knows.
+//! A model only calls the public functions. A backend with faster kernels overrides the trait's
+//! methods, which the model does not notice.
 //!
 //! ```
 //! use burn::tensor::Tensor;
@@ -59,7 +61,7 @@ pub use ops::attention::{
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::collective::{Collective, HostExchange, Rank, all_gather, all_reduce, reduce_scatter};
 pub use ops::decode_step::{
-    Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Predicted, StepDraw, StepsAhead, decode_step,
+    Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, MultiStep, Predicted, StepDraw, decode_step,
 };
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
@@ -79,14 +81,15 @@ pub use ops::optimizer::{AdamW, AdamWParameter, gradient_norm, optimizer_step, o
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::upload::{upload, upload_pieces};
+pub use ops::weight::HostWeight;
 pub use packed_heads::PackedHeads;
 pub use products::{F32Products, F32ProductsScope};
 pub use quant::blocks::BlockFormat;
-pub use quant::{Format, QuantizedWeight, RowLayout, Weight};
+pub use quant::{Format, QuantizedWeight, RowLayout, RowOrder, Weight};
 pub use random::RandomKey;
 pub use selection::{Kernels, use_kernels, use_wait_seconds};
 
-/// The traits of the operations, one a group, which a backend implements.
+/// The traits of the operations, one per group, which backends implement.
 pub mod traits {
     pub use crate::ops::activation::ActivationOps;
     pub use crate::ops::attention::AttentionOps;
@@ -109,10 +112,10 @@ pub mod traits {
     pub use crate::recorder::RecorderOps;
 }
 
-/// Operands of the traits' methods, checked when they are constructed.
+/// Operands of the traits' methods, checked on construction.
 ///
-/// Kernels launch without bounds checks, so what they rely on is checked before: each method takes one [`Checked`](operands::Checked) struct,
-/// and there is no other way to make one than by its checks.
+/// Kernels launch without bounds checks, so their assumptions are checked before: each method takes
+/// a [`Checked`](operands::Checked) struct, which can only be constructed by its checks.
 pub mod operands {
     pub use crate::checked::{Checked, Operands};
     pub use crate::ops::activation::{ActivateBackward, ActivateForward};
@@ -132,9 +135,9 @@ pub mod operands {
     pub use crate::ops::weight::{Dequantize, Rounded};
 }
 
-/// The bodies that every backend starts from: plain Burn operations, generic over any backend.
+/// The reference implementations: Burn's basic operations, generic over any backend.
 ///
-/// Parity tests compare kernels with these; `--set kernels=reference` runs them alone.
+/// Parity tests compare kernels with these; `--set kernels=reference` runs only these.
 pub mod reference {
     pub use crate::ops::activation::reference::{activate_backward, activate_forward};
     pub use crate::ops::attention::reference::{

@@ -1,5 +1,5 @@
-//! What stands for a score or logit that a softmax leaves out.
+//! The value of masked scores and logits.
 
-/// Its exponential is zero beside any real score. It is not negative infinity, so that a row in which everything is masked
+/// Its exponential is zero relative to any real score. It is finite, so that a fully masked row
 /// gives no NaN.
 pub(crate) const MASKED: f32 = -1e30;

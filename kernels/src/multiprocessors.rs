@@ -1,9 +1,10 @@
-//! How many multiprocessors a kernel may count on.
+//! Number of multiprocessors.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
-/// How many multiprocessors the device of a tensor has, or might have where it does not say, as Vulkan.
+/// The multiprocessors of a tensor's device, or an assumption if it does not report them, as with
+/// Vulkan.
 pub(crate) fn multiprocessors<R: CubeRuntime>(x: &CubeTensor<R>) -> u32 {
     let own = x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64);
     #[cfg(feature = "cuda")]

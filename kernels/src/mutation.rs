@@ -1,26 +1,27 @@
-//! Corrupts one result of one operation, to show that a test notices.
+//! Corrupts one result of one operation, to show that a test fails.
 //!
-//! For builds of tests alone, with the feature `mutation`: otherwise [`result`] and [`state`] do nothing. What is
-//! corrupted has a name, `method.part`: a method of an operation's trait, such as `linear_backward`, and a tensor of its
-//! result, such as `weight`. `FIRECLAY_MUTATION=linear_backward.weight:zeros` corrupts it wherever it is computed, and
-//! `FIRECLAY_MUTATION_LOG=FILE` appends a line for each result that a test computes.
+//! For test builds with the feature `mutation`; otherwise [`result`] and [`state`] do nothing. A
+//! result is named `method.part`: a method of an operation's trait, such as `linear_backward`, and
+//! a tensor of its result, such as `weight`. `FIRECLAY_MUTATION=linear_backward.weight:zeros`
+//! corrupts it wherever it is computed, and `FIRECLAY_MUTATION_LOG=FILE` logs each result that a
+//! test computes.
 
 #[cfg(not(feature = "mutation"))]
 mod off {
-    /// The result of a method, as it is.
+    /// The result of a method, unchanged.
     #[inline(always)]
     pub(crate) fn result<T>(_method: &'static str, result: T) -> T {
         result
     }
 
-    /// What a method has written into, as it is.
+    /// A method's written state, unchanged.
     #[inline(always)]
     pub(crate) fn state<T>(_method: &'static str, _part: &'static str, _state: &mut T) {}
 }
 #[cfg(not(feature = "mutation"))]
 pub(crate) use off::{result, state};
 
-/// The result of a backend's method, in the place where every caller gets it from.
+/// The result of a backend method, where every caller gets it from.
 macro_rules! call {
     ($backend:ident: $ops:ident::$method:ident($operands:expr)) => {
         $crate::mutation::result(stringify!($method), <$backend as $ops>::$method($operands))
@@ -28,7 +29,8 @@ macro_rules! call {
 }
 pub(crate) use call;
 
-/// The parts of a result: each of these fields is corrupted under its name, and those that are `kept` are not.
+/// The parts of a result: these fields are corrupted under their names, except for those that are
+/// `kept`.
 macro_rules! parts {
     ($name:ident { $($field:ident),* } $(kept $($kept:ident),*)?) => {
         #[cfg(feature = "mutation")]
@@ -56,20 +58,21 @@ mod on {
     use burn::tensor::backend::Backend;
     use burn::tensor::{Int, Tensor, TensorData};
 
-    /// What is done to a tensor, whose rows are along its last axis, or its elements if it has one axis.
+    /// The kinds of corruption. Rows are along a tensor's last axis, or single elements if it has
+    /// one axis.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Kind {
-        /// All floats are zero.
+        /// All floats become zero.
         Zeros,
-        /// Each row of floats is the one before it, the first one the last.
+        /// Each row of floats becomes the one before it, the first one the last.
         PreviousRow,
-        /// All floats are times 1.05.
+        /// All floats times 1.05.
         Factor,
-        /// The last row of floats that is not zero is zero.
+        /// The last nonzero row of floats becomes zero.
         WrongRow,
-        /// The last integer is one more.
+        /// The last integer plus one.
         OffByOne,
-        /// The last two neighbours that differ are exchanged, of the integers.
+        /// Swaps the last two differing neighbours of the integers.
         SwappedPair,
     }
 
@@ -83,7 +86,7 @@ mod on {
     ];
 
     struct Settings {
-        /// The name of a result, and what is done to it.
+        /// A result's name, and its corruption.
         mutation: Option<(String, Kind)>,
         log: Option<Mutex<Log>>,
     }
@@ -91,7 +94,7 @@ mod on {
     struct Log {
         file: File,
         start: Instant,
-        /// Test and line of what was written.
+        /// Logged lines by test.
         lines: HashSet<(String, String)>,
         last: Duration,
     }
@@ -112,7 +115,7 @@ mod on {
         })
     }
 
-    /// The result of a method, corrupted if it is asked for.
+    /// The result of a method, corrupted if requested.
     pub(crate) fn result<T: Corrupt>(method: &'static str, result: T) -> T {
         let Settings { mutation, log } = settings();
         if mutation.is_none() && log.is_none() {
@@ -121,7 +124,7 @@ mod on {
         result.corrupt(&Spot { method, part: String::new() })
     }
 
-    /// What a method has written into, corrupted if it is asked for.
+    /// A method's written state, corrupted if requested.
     pub(crate) fn state<T: Corrupt + Clone>(method: &'static str, part: &'static str, state: &mut T) {
         let Settings { mutation, log } = settings();
         if mutation.is_some() || log.is_some() {
@@ -129,7 +132,7 @@ mod on {
         }
     }
 
-    /// Where a tensor stands in a result.
+    /// The tensors of a result.
     #[derive(Clone)]
     pub(crate) struct Spot {
         method: &'static str,
@@ -141,8 +144,8 @@ mod on {
             Self { part: format!("{}.{name}", self.part), ..self.clone() }
         }
 
-        /// What is to be done here. Says in the log what a test has computed: `floats` or `integers`, of one row or more,
-        /// or nothing.
+        /// The corruption to apply here, if any. Logs that a test computes `floats` or `integers`,
+        /// with one row or several.
         fn kind(&self, computed: &str) -> Option<Kind> {
             let name = format!("{}{}", self.method, self.part);
             let Settings { mutation, log } = settings();
@@ -150,7 +153,7 @@ mod on {
                 let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
                 let now = log.start.elapsed();
                 let line = (test.to_string(), format!("{name}\t{computed}"));
-                // Once more now and then, for how long a test takes.
+                // Log again at intervals, to measure a test's time.
                 if log.lines.insert(line.clone()) || now - log.last > Duration::from_millis(20) {
                     log.last = now;
                     writeln!(log.file, "{}\t{}\t{}", line.0, line.1, now.as_millis()).expect("the log takes a line");
@@ -160,7 +163,7 @@ mod on {
         }
     }
 
-    /// What a method gives.
+    /// A method's result.
     pub(crate) trait Corrupt: Sized {
         fn corrupt(self, spot: &Spot) -> Self;
     }
@@ -218,7 +221,7 @@ mod on {
         }
     }
 
-    /// Other values in the dtype and on the device of a tensor.
+    /// A tensor with other values, in the same dtype and on the same device.
     fn like<B: Backend, const D: usize>(x: &Tensor<B, D, Int>, values: Vec<i64>) -> Tensor<B, D, Int> {
         let data = TensorData::new(values, x.dims()).convert_dtype(x.dtype());
         Tensor::from_data(data, (&x.device(), x.dtype()))

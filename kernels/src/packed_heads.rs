@@ -1,10 +1,10 @@
-//! How the heads of a joint projection lie: what `qkv_rotary` and `qkv_attention` share.
+//! Layout of the heads of a joint projection, shared by `qkv_rotary` and `qkv_attention`.
 
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
-/// How queries, keys and values lie side by side in `[batch_size, seq_length, (n_heads + 2 * n_kv_heads) * head_dim]`:
-/// first all query heads, then the key heads, then the value heads.
+/// Layout of queries, keys and values in `[batch_size, seq_length, (n_heads + 2 * n_kv_heads) *
+/// head_dim]`: first all query heads, then the key heads, then the value heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedHeads {
     /// Number of query heads.
@@ -16,12 +16,12 @@ pub struct PackedHeads {
 }
 
 impl PackedHeads {
-    /// Elements of a token: `(n_heads + 2 * n_kv_heads) * head_dim`.
+    /// Elements per token: `(n_heads + 2 * n_kv_heads) * head_dim`.
     pub fn width(&self) -> usize {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Panics unless tokens of `dims` `[.., width]` have these heads.
+    /// Panics unless the width of `dims` `[.., width]` matches these heads.
     #[track_caller]
     pub(crate) fn check(&self, op: &str, name: &str, dims: [usize; 3]) {
         let sizes = [self.n_heads, self.n_kv_heads, self.head_dim];

@@ -5,19 +5,20 @@ use std::marker::PhantomData;
 
 use crate::recorder::{self, PartScope};
 
-/// How products of f32 matrices are computed on tensor cores.
+/// How tensor cores compute products of f32 matrices.
 ///
-/// Operands take the mode of the thread that [checks](crate::operands::Checked) them, and a graph's node that of the forward
-/// pass, so that its backward pass has the same: two models in one process need not agree.
+/// Operands take the mode of the thread that [checks](crate::operands::Checked) them, and a graph
+/// node keeps that of its forward pass for backward: two models in one process may differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum F32Products {
-    /// As accurately as by f32 units: on Hopper large ones are three products in TF32 each, of numbers that are split into
-    /// two (Ootomo and Yokota, 2022, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
-    /// theoretical peak performance"). There infinities may give NaN, where f32 units would give infinities.
+    /// As accurate as f32 units. On Hopper, large products split numbers in two and compute three
+    /// TF32 products each (Ootomo and Yokota, 2022, "Recovering single precision accuracy from
+    /// Tensor Cores while surpassing the FP32 theoretical peak performance"); infinities may give
+    /// NaN there.
     #[default]
     Exact,
-    /// In TF32, which has 11 of the 24 bits, where the device has it: relative errors of 1e-3, in about a third of the time.
-    /// Burn's own products, of which the references are made, may be in TF32 on CUDA whatever the mode.
+    /// TF32, with 11 of 24 bits, if the device has it: relative errors of 1e-3, in about a third of
+    /// the time. Burn's own products, which the references use, may be in TF32 on CUDA in any mode.
     Tf32,
 }
 
@@ -25,21 +26,21 @@ thread_local! {
     static CURRENT: Cell<F32Products> = const { Cell::new(F32Products::Exact) };
 }
 
-/// The span in which a thread's operands have a mode.
+/// A scope in which a thread's operands have a mode.
 #[must_use = "the span ends when this is dropped"]
 pub struct F32ProductsScope {
     around: F32Products,
-    // It must end on the thread that it began on.
+    // It must end on the thread where it started.
     _thread: PhantomData<*const ()>,
 }
 
 impl F32Products {
-    /// The mode of this thread: exact, unless a span says otherwise.
+    /// The mode of this thread; exact by default.
     pub fn current() -> Self {
         CURRENT.get()
     }
 
-    /// Gives this mode to the operands of this thread's operations, until the span ends.
+    /// Sets the mode of this thread's operations until the scope ends.
     ///
     /// ```
     /// use fireclay_kernels::F32Products;
@@ -62,13 +63,13 @@ impl Drop for F32ProductsScope {
     }
 }
 
-/// Whether products of f32 that this thread launches may be in TF32.
+/// Whether f32 products of this thread may be in TF32.
 #[cfg(feature = "cubecl")]
 pub(crate) fn takes_tf32() -> bool {
     F32Products::current() == F32Products::Tf32
 }
 
-/// What a node of a graph keeps of its forward pass for its backward pass.
+/// State of a graph node's forward pass for its backward pass.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Forward {
     part: recorder::Part,
@@ -76,12 +77,12 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// Of the pass that this thread is in.
+    /// The state of this thread's current pass.
     pub(crate) fn current() -> Self {
         Self { part: recorder::Part::current(), products: F32Products::current() }
     }
 
-    /// Goes back into it.
+    /// Restores it.
     pub(crate) fn enter(self) -> (PartScope, F32ProductsScope) {
         (self.part.enter(), self.products.enter())
     }

@@ -1,4 +1,4 @@
-//! Whether this thread only rehearses what it computes: see [`compile_ahead`](crate::compile_ahead()).
+//! Whether this thread is in a rehearsal: see [`compile_ahead`](crate::compile_ahead()).
 
 use std::cell::Cell;
 #[cfg(feature = "cuda")]
@@ -8,17 +8,18 @@ thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The span of a rehearsal.
+/// The scope of a rehearsal.
 #[cfg(feature = "cuda")]
 #[must_use = "the rehearsal ends when this is dropped"]
 pub(crate) struct Rehearsal(PhantomData<*const ()>);
 
-/// Whether this thread rehearses: kernels in CUDA C++ are not launched, and those that were not tried are taken to work.
+/// Whether this thread is in a rehearsal: CUDA C++ kernels are not launched, and untried ones are
+/// assumed to work.
 pub(crate) fn is_on() -> bool {
     ON.get()
 }
 
-/// Begins a rehearsal on this thread.
+/// Starts a rehearsal on this thread.
 #[cfg(feature = "cuda")]
 pub(crate) fn begin() -> Rehearsal {
     ON.set(true);

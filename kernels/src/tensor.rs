@@ -1,4 +1,4 @@
-//! Between tensors and the primitives that a backend computes with.
+//! Conversions between tensors and backend primitives.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Element, Int, Numeric, Tensor, TensorData, TensorPrimitive};
@@ -8,13 +8,13 @@ pub(crate) fn float<B: Backend, const D: usize>(primitive: B::FloatTensorPrimiti
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
 
-/// The float primitive under a tensor.
+/// The float primitive of a tensor.
 pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> B::FloatTensorPrimitive {
     tensor.into_primitive().tensor()
 }
 
-/// Values on the device, row after row. What is uploaded as a matrix has gaps behind its rows on some devices, even if it has one only, and
-/// each kernel that wants none would copy it first.
+/// Uploads values in row-major order. An uploaded matrix has padded rows on some devices, even with
+/// one row, which each kernel without padding would copy first.
 pub(crate) fn row_after_row<B: Backend, const D: usize, K: BasicOps<B>>(
     values: Vec<impl Element>,
     shape: [usize; D],
@@ -24,7 +24,7 @@ pub(crate) fn row_after_row<B: Backend, const D: usize, K: BasicOps<B>>(
     Tensor::<B, 1, K>::from_data(TensorData::new(values, [count]), device).reshape(shape)
 }
 
-/// Rows of integers `[rows, most]`, at least one column; behind those that a row has, `padding`.
+/// Rows of integers `[rows, most]`, at least one column, padded with `padding`.
 pub(crate) fn padded_rows<B: Backend>(rows: &[&[u32]], padding: i32, device: &B::Device) -> Tensor<B, 2, Int> {
     let most = rows.iter().map(|row| row.len()).max().unwrap_or(0).max(1);
     let padded = |row: &&[u32]| {
@@ -34,10 +34,10 @@ pub(crate) fn padded_rows<B: Backend>(rows: &[&[u32]], padding: i32, device: &B:
     row_after_row(rows.iter().flat_map(padded).collect(), [rows.len(), most], device)
 }
 
-/// The rows of `table` `[rows, width]` that `indices` `[count]`, below `rows`, name: `[count, width]`.
+/// The rows of `table` `[rows, width]` at `indices` `[count]`, below `rows`: `[count, width]`.
 ///
-/// On CUDA and WGPU Burn's `select` reads `indices` at the numbers of columns, too, and drops what it read: beyond their end
-/// where a table is wider than they are many.
+/// On CUDA and WGPU, Burn's `select` also reads `indices` at column numbers and drops the result:
+/// out of bounds if a table is wider than there are indices.
 pub(crate) fn rows_of<B: Backend, K: Numeric<B>>(
     table: Tensor<B, 2, K>,
     indices: Tensor<B, 1, Int>,

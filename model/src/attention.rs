@@ -54,9 +54,10 @@ impl<B: Backend> Attention<B> {
         }
     }
 
-    /// The heads' outputs side by side, `[batch_size * seq_length, n_heads * head_dim]`, before the output projection.
+    /// The heads' outputs concatenated, `[batch_size * seq_length, n_heads * head_dim]`, before the
+    /// output projection.
     ///
-    /// `x` is `[batch_size * seq_length, d_model]`; `pre_norm` is applied to it first, where there is one.
+    /// `x` is `[batch_size * seq_length, d_model]`; `pre_norm` is applied to it first, if given.
     pub(crate) fn heads(
         &self,
         x: Tensor<B, 2>,
@@ -76,8 +77,8 @@ impl<B: Backend> Attention<B> {
         }
     }
 
-    /// The weights of a pass without a cache, f32 `[batch_size, n_heads, seq_length, seq_length]`; operands as in
-    /// [`heads`](Self::heads).
+    /// Attention weights without a cache, f32 `[batch_size, n_heads, seq_length, seq_length]`;
+    /// operands as in [`heads`](Self::heads).
     pub(crate) fn weights(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, pass: &Pass<B>) -> Tensor<B, 4> {
         let (qkv, heads) = self.qkv(x, pre_norm);
         let [query, key, _] = heads.split(by_rows(qkv, pass));
@@ -86,7 +87,7 @@ impl<B: Backend> Attention<B> {
         attention_weights(query, key, pass.mask(self.window), AttentionOptions::new(heads.head_dim))
     }
 
-    /// Queries, keys and values of tokens in one tensor, a line for each, and how they lie in it.
+    /// The packed queries, keys and values of tokens, one row each, with their layout.
     fn qkv(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> (Tensor<B, 2>, PackedHeads) {
         let bias = self.qkv_bias.as_ref().map(Param::val);
         let qkv = self.qkv.forward(x, pre_norm, bias);
@@ -96,7 +97,7 @@ impl<B: Backend> Attention<B> {
         (qkv, heads)
     }
 
-    /// Attention of a row's tokens over each other, `[batch_size, seq_length, n_heads * head_dim]`.
+    /// Attention within each row, `[batch_size, seq_length, n_heads * head_dim]`.
     fn attend(&self, qkv: Tensor<B, 3>, heads: PackedHeads, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
         let dropout = pass.dropout(layer, Site::Attention);
         let options = AttentionOptions::new(heads.head_dim).with_dropout(dropout);
@@ -113,18 +114,19 @@ impl<B: Backend> Attention<B> {
         attention(query, key, value, pass.mask(self.window), options)
     }
 
-    /// What [`place`](Self::place) does, for the operation that does it itself.
+    /// The parameters of [`place`](Self::place), for the operation that fuses it.
     fn placement(&self, pass: &Pass<B>) -> Placement<B> {
         self.placed_by(pass.rotary.clone())
     }
 
-    /// What happens to queries and keys, with the rotation of the model.
+    /// Norms and rotation of queries and keys.
     pub(crate) fn placed_by(&self, rotary: Option<RotaryTable<B>>) -> Placement<B> {
         let weights = |norm: &Option<LayerNorm<B>>| norm.as_ref().map(LayerNorm::weights);
         Placement { query_norm: weights(&self.query_norm), key_norm: weights(&self.key_norm), rotary }
     }
 
-    /// Normalises and rotates heads `[batch_size, heads, seq_length, head_dim]`, where the config says so.
+    /// Normalizes and rotates heads `[batch_size, heads, seq_length, head_dim]`, as the config
+    /// says.
     fn place(&self, heads: Tensor<B, 4>, head_norm: Option<&LayerNorm<B>>, pass: &Pass<B>) -> Tensor<B, 4> {
         let heads = match head_norm {
             Some(weights) => norm(heads, &weights.weights()),
@@ -137,7 +139,7 @@ impl<B: Backend> Attention<B> {
     }
 }
 
-/// Lines of tokens `[batch_size * seq_length, width]` as rows of a pass, `[batch_size, seq_length, width]`.
+/// Reshapes `[batch_size * seq_length, width]` to `[batch_size, seq_length, width]`.
 fn by_rows<B: Backend>(x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 3> {
     let ([batch_size, seq_length], [_, width]) = (pass.positions.dims(), x.dims());
     reshape(x, [batch_size, seq_length, width])

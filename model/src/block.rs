@@ -17,11 +17,11 @@ use crate::pass::{Pass, Site};
 /// A transformer block.
 #[derive(Module, Debug)]
 pub struct Block<B: Backend> {
-    /// The norm that goes with attention, before or after it.
+    /// The norm of attention, before or after it.
     pub attention_norm: LayerNorm<B>,
     /// Self-attention.
     pub attention: Attention<B>,
-    /// The norm that goes with the feed-forward layer, before or after it.
+    /// The norm of the feed-forward layer, before or after it.
     pub feed_forward_norm: LayerNorm<B>,
     /// The feed-forward layer.
     pub feed_forward: FeedForward<B>,
@@ -45,6 +45,12 @@ impl<B: Backend> Block<B> {
     pub(crate) fn linears(&self) -> [&Linear<B>; 4] {
         let Self { attention, feed_forward, .. } = self;
         [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down]
+    }
+
+    /// The same, by their paths.
+    pub(crate) fn named_linears(&self) -> [(&'static str, &Linear<B>); 4] {
+        let [qkv, output, up, down] = self.linears();
+        [("attention.qkv", qkv), ("attention.output", output), ("feed_forward.up", up), ("feed_forward.down", down)]
     }
 
     /// Its linear layers, by their paths.
@@ -86,7 +92,8 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// The weights of this block's attention over `x`, f32 `[batch_size, n_heads, seq_length, seq_length]`.
+    /// This block's attention weights over `x`, f32 `[batch_size, n_heads, seq_length,
+    /// seq_length]`.
     pub(crate) fn attention_weights(&self, x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 4> {
         let norm = (self.norm_placement == NormPlacement::Pre).then(|| self.attention_norm.weights());
         self.attention.weights(x, norm.as_ref(), pass)

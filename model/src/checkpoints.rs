@@ -1,11 +1,11 @@
-//! Activation checkpointing: blocks whose activations are not kept for the backward pass, but computed again in it (Chen et al.,
-//! 2016, "Training Deep Nets with Sublinear Memory Cost").
+//! Activation checkpointing: the backward pass recomputes the activations of blocks instead of
+//! storing them (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost").
 //!
 //! ```text
 //! forward    tokens -> x0 -> [blocks 0, 1] -> x1 -> [blocks 2, 3] -> x2 -> [blocks 4, 5] -> loss
 //!            kept      kept                 kept                   kept     all activations kept
 //!
-//! backward   of the loss up to x2; then blocks 2, 3 again from x1, and back; then blocks 0, 1 from x0; then the embedding
+//! backward   of the loss down to x2; then blocks 2, 3 again from x1, and back; then blocks 0, 1 from x0; the embedding
 //! ```
 
 use std::ops::Range;
@@ -20,19 +20,19 @@ use fireclay_kernels::{Backend, backward, backward_from, reshape};
 use crate::pass::Pass;
 use crate::transformer::{Tokens, Transformer};
 
-/// What a backward pass gives.
+/// The gradients of a backward pass.
 type Gradients<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
-/// What a forward pass keeps of what is computed again in the backward pass.
+/// What the forward pass keeps for recomputation.
 pub struct Checkpoints<B: Backend> {
     tokens: Tokens<Autodiff<B>>,
     segments: Vec<Segment<B>>,
     pass: Pass<Autodiff<B>>,
-    /// What enters the blocks that are not computed again: their graph begins there.
+    /// The input of the blocks that are not recomputed, where their graph starts.
     last: Tensor<Autodiff<B>, 2>,
 }
 
-/// Blocks that are computed again together.
+/// Blocks that are recomputed together.
 struct Segment<B: Backend> {
     layers: Range<usize>,
     /// The residual stream before them.
@@ -40,11 +40,11 @@ struct Segment<B: Backend> {
 }
 
 impl<B: Backend> Transformer<Autodiff<B>> {
-    /// As [`forward`](Transformer::forward), but of every `every` blocks only what enters them is kept, except for the last ones.
-    /// [`backward`](Self::backward) then takes the place of the loss's own.
+    /// [`forward`](Transformer::forward) that keeps only the input of every `every` blocks, except
+    /// for the last ones. Use [`backward`](Self::backward) instead of the loss's own.
     ///
     /// # Panics
-    /// If `every` is zero, or a row is longer than `context_length`.
+    /// If `every` is zero, or a row exceeds `context_length`.
     pub fn forward_with_checkpoints(
         &self,
         tokens: impl Into<Tokens<Autodiff<B>>>,
@@ -53,8 +53,8 @@ impl<B: Backend> Transformer<Autodiff<B>> {
         assert!(every > 0, "checkpoints of every 0 blocks");
         let tokens = tokens.into();
         let [batch_size, seq_length] = self.dims(&tokens);
-        // Each graph is made right before its backward pass: where two that share a parameter wait, Burn may free parts of the one
-        // when the other is done.
+        // Each graph is built just before its backward pass: with two pending graphs that share a
+        // parameter, Burn may free parts of one when the other is done.
         let untracked = self.clone().no_grad();
         let (mut x, pass) = untracked.begin(tokens.clone(), None);
         let mut segments = Vec::new();
@@ -70,11 +70,12 @@ impl<B: Backend> Transformer<Autodiff<B>> {
         (hidden, Checkpoints { tokens, segments, pass, last })
     }
 
-    /// The backward pass of a loss of what [`forward_with_checkpoints`](Self::forward_with_checkpoints) gave, added to the gradients of an
-    /// `earlier` one, where there was one. `again` is called whenever activations were computed again.
+    /// The backward pass of a loss computed from
+    /// [`forward_with_checkpoints`](Self::forward_with_checkpoints), added to the gradients of an
+    /// `earlier` one, if given. Calls `again` after each recomputation.
     ///
     /// # Panics
-    /// If nothing of what the loss was computed from is tracked.
+    /// If nothing in the loss's graph is tracked.
     pub fn backward(
         &self,
         loss: Tensor<Autodiff<B>, 1>,
@@ -84,7 +85,7 @@ impl<B: Backend> Transformer<Autodiff<B>> {
     ) -> Gradients<B> {
         let Checkpoints { tokens, mut segments, pass, last } = checkpoints;
         let mut gradients = backward(loss, earlier);
-        // None where the loss does not depend on the hidden states.
+        // None if the loss does not depend on the hidden states.
         let mut grad = last.grad_remove(&mut gradients);
         drop(last);
         while let Some(segment) = segments.pop() {

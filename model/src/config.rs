@@ -1,4 +1,4 @@
-//! What a transformer is made of.
+//! Configuration of a transformer.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use fireclay_kernels::{ActivationKind, NormKind};
 
 use crate::rotary::RotaryScaling;
 
-/// Where the norms of a block stand.
+/// Where the norms of a block are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormPlacement {
@@ -16,21 +16,21 @@ pub enum NormPlacement {
     Post,
 }
 
-/// How a token's place becomes known.
+/// Position encoding.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Positions {
     /// A learned vector for each of `context_length` positions.
     Learned,
-    /// Queries and keys rotated.
+    /// Rotary embedding of queries and keys.
     Rotary {
         /// Wavelengths run from `2 pi` to `2 pi * base`.
         base: f64,
-        /// How frequencies are bent for contexts longer than trained on.
+        /// Scaling of the frequencies for longer contexts.
         #[serde(default)]
         scaling: RotaryScaling,
     },
-    /// Not at all.
+    /// None.
     None,
 }
 
@@ -40,18 +40,18 @@ pub enum Positions {
 pub enum AttentionDirection {
     /// Itself and those before it.
     Causal,
-    /// All of the row's.
+    /// All tokens of the row.
     Bidirectional,
 }
 
-/// A transformer's shape. Build one from a family's preset or from [`new`](Self::new), bend it with `with_*`, and
-/// [`init`](Self::init) it.
+/// A transformer's shape. Start with a family's preset or [`new`](Self::new), adjust it with
+/// `with_*`, and [`init`](Self::init) it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TransformerConfig {
-    /// Number of tokens known.
+    /// Vocabulary size.
     pub vocab_size: usize,
-    /// Tokens a row may hold at the most.
+    /// Maximum tokens of a row.
     pub context_length: usize,
     /// Width of the residual stream.
     pub d_model: usize,
@@ -63,7 +63,7 @@ pub struct TransformerConfig {
     pub n_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Width between the two products of the feed-forward layer.
+    /// Inner width of the feed-forward layer.
     pub d_ff: usize,
     /// Layer or RMS norm.
     pub norm: NormKind,
@@ -73,13 +73,13 @@ pub struct TransformerConfig {
     pub norm_placement: NormPlacement,
     /// Learned, rotary or none.
     pub positions: Positions,
-    /// Number of token types with a vector of their own; 0 for none.
+    /// Number of token types with an embedding; 0 for none.
     pub token_types: usize,
     /// Causal or bidirectional.
     pub attention: AttentionDirection,
-    /// Keys that a query sees at the most, its own included.
+    /// Maximum keys that a query sees, its own included.
     pub sliding_window: Option<usize>,
-    /// A window for each layer in place of `sliding_window`, 0 for none; empty where all layers are alike.
+    /// A window per layer instead of `sliding_window`, 0 for none; empty if all layers are alike.
     #[serde(default)]
     pub layer_windows: Vec<usize>,
     /// RMS norm over each head of queries and keys (Qwen3).
@@ -98,19 +98,20 @@ pub struct TransformerConfig {
     pub tied_embeddings: bool,
     /// Probability of dropout after embeddings, on attention and after each sub-layer, in training.
     pub dropout: f64,
-    /// Standard deviation of matrices at the start.
+    /// Standard deviation of initial matrices.
     pub init_deviation: f64,
-    /// Whether projections into the residual stream start smaller by `sqrt(2 * n_layers)`, as in GPT-2.
+    /// Whether projections into the residual stream are initialized smaller by `sqrt(2 *
+    /// n_layers)`, as in GPT-2.
     pub residual_scaling: bool,
-    /// Intents that an encoder tells apart; 0 where it has no such head.
+    /// Number of intents of an encoder's head; 0 for no head.
     #[serde(default)]
     pub intents: usize,
-    /// Tags that an encoder gives its tokens; 0 where it has no such head.
+    /// Number of tags of an encoder's head; 0 for no head.
     #[serde(default)]
     pub tags: usize,
 }
 
-/// Two settings that cannot stand together, or one that cannot stand alone.
+/// A contradiction between settings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the model's {0}")]
 pub struct ConfigError(pub(crate) String);
@@ -160,12 +161,13 @@ impl TransformerConfig {
         }
     }
 
-    /// The same as [`gpt2`](Self::gpt2): a starting point for shapes of one's own.
+    /// The same as [`gpt2`](Self::gpt2): a starting point for custom shapes.
     pub fn new(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
         Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
     }
 
-    /// Llama's shape (Touvron et al., 2023) in the given sizes, `d_ff` at `8 / 3 * d_model` rounded up to 32.
+    /// Llama's shape (Touvron et al., 2023) in the given sizes, `d_ff` at `8 / 3 * d_model` rounded
+    /// up to 32.
     pub fn llama(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
         Self {
             d_ff: (8 * d_model / 3).next_multiple_of(32),
@@ -275,9 +277,9 @@ impl TransformerConfig {
         with_tied_embeddings: tied_embeddings, bool;
         /// With dropout in training.
         with_dropout: dropout, f64;
-        /// With matrices of this deviation at the start.
+        /// With matrices of this initial standard deviation.
         with_init_deviation: init_deviation, f64;
-        /// With smaller projections into the residual stream at the start.
+        /// With smaller initial projections into the residual stream.
         with_residual_scaling: residual_scaling, bool;
         /// With a head for this many intents.
         with_intents: intents, usize;
@@ -285,7 +287,7 @@ impl TransformerConfig {
         with_tags: tags, usize;
     }
 
-    /// Refuses what cannot be built, naming the fields that contradict each other.
+    /// Checks that the config can be built. Errors name the contradicting fields.
     ///
     /// # Errors
     /// [`ConfigError`], one line.
@@ -303,7 +305,8 @@ impl TransformerConfig {
         if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(ConfigError(format!("{name} must be at least 1")));
         }
-        // Far beyond any model there is: a damaged or hostile file must not ask for memory without end.
+        // Far beyond any existing model: a damaged or hostile file must not allocate unbounded
+        // memory.
         let positions = self.context_length.saturating_mul(self.head_dim);
         for (name, size, most) in [
             ("vocab_size", self.vocab_size, 1 << 26),
@@ -379,8 +382,9 @@ impl TransformerConfig {
         Ok(())
     }
 
-    /// Multiplications and additions of a token in training, forward and backward, in rows of `seq_length`: six for each parameter of a
-    /// product, and those of attention, of which a causal mask hides half (Chowdhery et al., 2022).
+    /// FLOP per token in training, forward and backward, in rows of `seq_length`: six per parameter
+    /// of a product, and those of attention, half of which a causal mask skips (Chowdhery et al.,
+    /// 2022).
     pub fn training_flops(&self, seq_length: usize) -> f64 {
         let looked_up = if self.tied_embeddings { 0 } else { self.vocab_size * self.d_model };
         let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
@@ -409,7 +413,7 @@ impl TransformerConfig {
             + positions
     }
 
-    /// Standard deviation of a projection into the residual stream at the start.
+    /// Initial standard deviation of a projection into the residual stream.
     pub(crate) fn residual_deviation(&self) -> f64 {
         match self.residual_scaling {
             true => self.init_deviation / (2.0 * self.n_layers as f64).sqrt(),
@@ -422,7 +426,7 @@ impl TransformerConfig {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Rows of the first feed-forward projection, gate and up together where it is gated.
+    /// Rows of the first feed-forward projection, gate and up together if it is gated.
     pub(crate) fn up_width(&self) -> usize {
         if self.gated { 2 * self.d_ff } else { self.d_ff }
     }

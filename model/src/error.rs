@@ -1,4 +1,4 @@
-//! Why a model folder cannot be used.
+//! Errors of model folders.
 
 use std::path::PathBuf;
 
@@ -9,12 +9,12 @@ use crate::config::ConfigError;
 /// Why a model folder could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
-    /// The file system refused.
+    /// A file system error.
     #[error("{path}: {error}")]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What it said.
+        /// The system's error.
         error: std::io::Error,
     },
     /// `config.json` is not JSON.
@@ -22,15 +22,15 @@ pub enum WeightsError {
     Json {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The parser's error.
         error: serde_json::Error,
     },
-    /// `config.json` describes no transformer that can be built.
+    /// `config.json` does not describe a supported transformer.
     #[error("{path}: {error}")]
     Config {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         error: ConfigError,
     },
     /// The weights are truncated, damaged, or do not fit the config.
@@ -38,13 +38,13 @@ pub enum WeightsError {
     Weights {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
-    /// The device does not take the weights.
+    /// The device does not accept the weights.
     #[error("the device failed: {reason}")]
     Device {
-        /// What it said.
+        /// The device's error.
         reason: String,
     },
 }

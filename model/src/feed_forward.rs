@@ -38,7 +38,8 @@ impl<B: Backend> FeedForward<B> {
         }
     }
 
-    /// The residual stream `x` `[rows, d_model]` with the layer's output added; `pre_norm` is applied to its input, where there is one.
+    /// The residual stream `x` `[rows, d_model]` plus the layer's output; `pre_norm` is applied to
+    /// its input, if given.
     pub(crate) fn add_to(
         &self,
         x: Tensor<B, 2>,

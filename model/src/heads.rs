@@ -1,4 +1,4 @@
-//! What an encoder says of an utterance: its intent, and a tag for each token.
+//! Heads of an encoder for utterances: an intent, and a tag per token.
 
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
@@ -9,8 +9,8 @@ use fireclay_kernels::{Backend, F32Products, HeadLossOptions, head_loss, linear}
 use crate::config::TransformerConfig;
 use crate::parameters::Initializer;
 
-/// Projections of hidden states to intents and to tags, both read from the same encoder (Chen et al., 2019, "BERT for
-/// joint intent classification and slot filling").
+/// Projections of hidden states to intents and to tags, both read from the same encoder (Chen et
+/// al., 2019, "BERT for joint intent classification and slot filling").
 #[derive(Module, Debug)]
 pub struct UtteranceHeads<B: Backend> {
     /// From a row's first token, `[intents, d_model]`.
@@ -21,7 +21,7 @@ pub struct UtteranceHeads<B: Backend> {
     pub(crate) f32_products: F32Products,
 }
 
-/// What a batch of utterances are to be predicted as. `IGNORED_TARGET` stands where nothing counts.
+/// Targets of a batch of utterances; `IGNORED_TARGET` is ignored.
 #[derive(Clone, Debug)]
 pub struct UtteranceTargets<B: Backend> {
     /// The intent of each row at its first token, `[batch_size, seq_length]`.
@@ -44,8 +44,8 @@ impl<B: Backend> UtteranceHeads<B> {
         (intents.squeeze_dim(1), linear(hidden, self.tag.val(), None))
     }
 
-    /// Mean cross entropies of the intents and of the tags, each times its weight and the options', added: `[1]` f32
-    /// nats.
+    /// Weighted sum of the mean cross entropies of intents and tags, times the options' weight:
+    /// `[1]` f32, in nats.
     pub fn loss(
         &self,
         hidden: Tensor<B, 3>,
@@ -54,7 +54,8 @@ impl<B: Backend> UtteranceHeads<B> {
         options: HeadLossOptions,
     ) -> Tensor<B, 1> {
         let (_in_heads, _products) = (part("utterance_heads"), self.f32_products.enter());
-        // Over all tokens, of which the first alone counts: a cut would be a copy forward and two backward.
+        // Over all tokens, of which only the first counts: a slice would cost a copy forward and
+        // two backward.
         let weighted = |weight: f64| options.with_weight(weight * options.weight);
         let intents = head_loss(hidden.clone(), self.intent.val(), targets.intents, weighted(intent_weight));
         head_loss(hidden, self.tag.val(), targets.tags, weighted(tag_weight)) + intents

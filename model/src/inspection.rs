@@ -1,4 +1,4 @@
-//! Looking inside a pass: the residual stream between the blocks, and where each head attends.
+//! Model internals: the residual stream between the blocks, and attention weights.
 
 use burn::tensor::Tensor;
 
@@ -6,21 +6,22 @@ use fireclay_kernels::{Backend, reshape};
 
 use crate::transformer::{Tokens, Transformer};
 
-/// What a forward pass computed on its way.
+/// Intermediate results of a forward pass.
 #[derive(Clone, Debug)]
 pub struct Inspection<B: Backend> {
-    /// The residual stream `[batch_size, seq_length, d_model]`: what enters the first block, then what leaves each block.
+    /// The residual stream `[batch_size, seq_length, d_model]`: the input of the first block, then
+    /// the output of each block.
     pub residual: Vec<Tensor<B, 3>>,
-    /// Where each block's heads attend, f32 `[batch_size, n_heads, seq_length, seq_length]`: each row, a query, sums to
-    /// one over its keys.
+    /// The attention weights of each block, f32 `[batch_size, n_heads, seq_length, seq_length]`;
+    /// each row, a query, sums to one.
     pub attention: Vec<Tensor<B, 4>>,
 }
 
 impl<B: Backend> Inspection<B> {
-    /// The weights of one head over one row of the batch, `[seq_length, seq_length]`.
+    /// The weights of one head for one row of the batch, `[seq_length, seq_length]`.
     ///
     /// # Panics
-    /// If there is no such layer, row or head.
+    /// If the layer, row or head does not exist.
     pub fn head(&self, layer: usize, row: usize, head: usize) -> Tensor<B, 2> {
         let weights = self.attention[layer].clone();
         let [_, _, seq_length, keys] = weights.dims();
@@ -29,11 +30,12 @@ impl<B: Backend> Inspection<B> {
 }
 
 impl<B: Backend> Transformer<B> {
-    /// A pass over `tokens` `[batch_size, seq_length]` that keeps what it computed on its way. The blocks are those of
-    /// [`forward`](Self::forward); the weights are computed beside them, as fused attention never writes them out.
+    /// A forward pass over `tokens` `[batch_size, seq_length]` that keeps intermediate results. The
+    /// blocks are those of [`forward`](Self::forward); attention weights are computed separately,
+    /// since fused attention never stores them.
     ///
     /// # Panics
-    /// If the tokens are more than `context_length`.
+    /// If there are more tokens than `context_length`.
     pub fn inspect(&self, tokens: impl Into<Tokens<B>>) -> Inspection<B> {
         let tokens = tokens.into();
         let [batch_size, seq_length] = tokens.ids.dims();
@@ -51,9 +53,9 @@ impl<B: Backend> Transformer<B> {
         inspection
     }
 
-    /// Logits `[batch_size, seq_length, vocab_size]` of a residual stream `[batch_size, seq_length, d_model]`, as if the
-    /// blocks after it were not there: the logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens"). Of the
-    /// last residual stream they are the model's own.
+    /// Logits `[batch_size, seq_length, vocab_size]` of a residual stream `[batch_size, seq_length,
+    /// d_model]`, skipping the blocks after it: the logit lens (nostalgebraist, 2020, "interpreting
+    /// GPT: the logit lens"). For the last residual stream they are the model's own.
     pub fn logit_lens(&self, residual: Tensor<B, 3>) -> Tensor<B, 3> {
         let [batch_size, seq_length, d_model] = residual.dims();
         let rows = self.normalised(reshape(residual, [batch_size * seq_length, d_model]));

@@ -1,11 +1,11 @@
-//! What one block is made of.
+//! Configuration of one block.
 
 use fireclay_kernels::{Activation, NormKind};
 
 use crate::config::{NormPlacement, TransformerConfig};
 
-/// The settings of one block, which follow from the model's: a [`Block`](crate::Block) is built from these alone, so that a
-/// family whose layers differ says so in [`TransformerConfig::layer`].
+/// The settings of one block, derived from the model's. A [`Block`](crate::Block) depends only on
+/// these, so a family with different layers sets them in [`TransformerConfig::layer`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerConfig {
     /// Width of the residual stream.
@@ -16,7 +16,7 @@ pub struct LayerConfig {
     pub n_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Width between the two products of the feed-forward layer.
+    /// Inner width of the feed-forward layer.
     pub d_ff: usize,
     /// Layer or RMS norm.
     pub norm: NormKind,
@@ -24,7 +24,7 @@ pub struct LayerConfig {
     pub norm_epsilon: f64,
     /// Before or after the sub-layers.
     pub norm_placement: NormPlacement,
-    /// Keys that a query sees at the most, its own included.
+    /// Maximum keys that a query sees, its own included.
     pub window: Option<usize>,
     /// RMS norm over each head of queries and keys.
     pub qk_norm: bool,
@@ -34,9 +34,9 @@ pub struct LayerConfig {
     pub output_bias: bool,
     /// Biases in the feed-forward layer.
     pub feed_forward_bias: bool,
-    /// Between the products of the feed-forward layer.
+    /// Activation of the feed-forward layer.
     pub activation: Activation,
-    /// Standard deviation of matrices at the start, and of those that project into the residual stream.
+    /// Standard deviation of initial matrices, and of those that project into the residual stream.
     pub init_deviations: [f64; 2],
 }
 
@@ -46,7 +46,7 @@ impl LayerConfig {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Rows of the first feed-forward projection, gate and up together where it is gated.
+    /// Rows of the first feed-forward projection, gate and up together if it is gated.
     pub(crate) fn up_width(&self) -> usize {
         if self.activation.gated { 2 * self.d_ff } else { self.d_ff }
     }
@@ -78,12 +78,12 @@ impl TransformerConfig {
         }
     }
 
-    /// The settings of all blocks, from the first to the last.
+    /// The settings of all blocks, in order.
     pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
         (0..self.n_layers).map(|layer| self.layer(layer))
     }
 
-    /// The windows that layers have, each once.
+    /// The distinct windows of the layers.
     pub(crate) fn windows(&self) -> Vec<Option<usize>> {
         let mut windows: Vec<Option<usize>> = self.layers().map(|layer| layer.window).collect();
         windows.sort_unstable();

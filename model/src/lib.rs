@@ -1,6 +1,6 @@
 //! One transformer, written once against Fireclay's [`Backend`](fireclay_kernels::Backend) trait.
 //!
-//! A [`TransformerConfig`], and nothing else, turns it into GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
+//! A [`TransformerConfig`] alone makes it GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
 //! blocks serve training, prefill and decode.
 //!
 //! ```
@@ -18,6 +18,7 @@
 //! # Ok::<(), fireclay_model::ConfigError>(())
 //! ```
 
+mod adapter;
 mod attention;
 mod block;
 mod cache;
@@ -32,13 +33,16 @@ mod inspection;
 mod layer;
 mod linear;
 mod matrix;
+mod merge;
 mod parameters;
 mod pass;
 mod rotary;
+mod synced;
 mod tensor_files;
 mod transformer;
 mod weights;
 
+pub use adapter::{AdapterSaver, LoraConfig, LoraFiles, Targets};
 pub use attention::Attention;
 pub use block::Block;
 pub use cache::{Cache, CacheFull, PAGE_TOKENS, RowId};
@@ -56,5 +60,5 @@ pub use linear::{Adapter, Linear};
 pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters, trained_parameters};
 pub use rotary::RotaryScaling;
-pub use transformer::{Hidden, NextTokens, Tokens, TokensAhead, Transformer};
+pub use transformer::{Hidden, MultiStepTokens, NextTokens, Tokens, Transformer};
 pub use weights::{MatrixDtype, ModelFolder, StoredValues, f32_chunks};

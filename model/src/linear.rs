@@ -1,35 +1,46 @@
-//! A linear layer: its weight, and an adapter that is trained instead of it.
+//! A linear layer: its weight, and an optional low-rank adapter.
 
 use burn::module::Module;
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    Activation, Backend, Dropout, Norm, activate, dropout, linear, linear_add, norm, norm_gate_up, norm_linear,
+    Activation, Backend, Dropout, Norm, RandomKey, activate, dropout, linear, linear_add, norm, norm_gate_up,
+    norm_linear,
 };
 
 use crate::matrix::Matrix;
 
-/// The weight of a projection, `[d_output, d_input]`, and an adapter, if there is one.
+/// The weight of a projection, `[d_output, d_input]`, with an optional adapter.
 ///
-/// The base may be quantized, or frozen (see [`Transformer::with_trained`](crate::Transformer::with_trained)): gradients flow
-/// through it to what is before it, and it has none itself.
+/// The base may be quantized or frozen (see
+/// [`Transformer::with_trained`](crate::Transformer::with_trained)): gradients flow through it, but
+/// it gets none itself.
 #[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
     /// The weight.
     pub base: Matrix<B>,
-    /// What is added to it.
+    /// The adapter.
     pub adapter: Option<Adapter<B>>,
 }
 
-/// A low-rank adapter (LoRA; Hu et al., 2021): the projection of `x` gets `scale * (x a^T) b^T` added to it.
+/// A low-rank adapter (LoRA; Hu et al., 2021), which adds `scale * (x a^T) b^T` to the projection
+/// of `x`.
 #[derive(Module, Debug)]
 pub struct Adapter<B: Backend> {
     /// `[rank, d_input]`.
     pub a: Matrix<B>,
     /// `[d_output, rank]`.
     pub b: Matrix<B>,
-    /// Factor on what is added.
+    /// Scale of the adapter.
     pub scale: f64,
+    /// Where `b` is blocks, one for each module that the weight holds, 1 within and 0 beyond them, `[d_output, rank]`: beyond them
+    /// `b` is zero and stays so.
+    pub blocks: Option<Tensor<B, 2>>,
+    /// Probability that an element of `x` is zero, in training.
+    pub dropout_probability: f64,
+    /// The masks of this step.
+    #[module(skip)]
+    pub(crate) dropout: Option<Dropout>,
 }
 
 impl<B: Backend> From<Matrix<B>> for Linear<B> {
@@ -39,7 +50,8 @@ impl<B: Backend> From<Matrix<B>> for Linear<B> {
 }
 
 impl<B: Backend> Linear<B> {
-    /// `norm(x) weight^T + bias`, of which norm and bias may be missing: `x` `[rows, d_input]`, the result `[rows, d_output]`.
+    /// `norm(x) weight^T + bias`, with optional norm and bias: `x` `[rows, d_input]`, the result
+    /// `[rows, d_output]`.
     pub(crate) fn forward(
         &self,
         x: Tensor<B, 2>,
@@ -86,8 +98,23 @@ impl<B: Backend> Linear<B> {
 }
 
 impl<B: Backend> Adapter<B> {
+    /// An adapter of one block, without dropout.
+    pub fn new(a: Matrix<B>, b: Matrix<B>, scale: f64) -> Self {
+        Self { a, b, scale, blocks: None, dropout_probability: 0.0, dropout: None }
+    }
+
+    /// Sets what this step's masks are made from, or turns dropout off.
+    pub(crate) fn set_dropout(&mut self, key: Option<RandomKey>) {
+        let key = key.filter(|_| self.dropout_probability > 0.0);
+        self.dropout = key.map(|key| Dropout { probability: self.dropout_probability, key });
+    }
+
     /// `output + scale * (x a^T) b^T`.
     fn add_to(&self, x: Tensor<B, 2>, output: Tensor<B, 2>) -> Tensor<B, 2> {
+        let x = match self.dropout {
+            Some(masks) => dropout(x, masks),
+            None => x,
+        };
         let inner = linear(x, self.a.weight(), None).mul_scalar(self.scale);
         linear_add(inner, self.b.weight(), None, None, output)
     }

@@ -6,10 +6,11 @@ use burn::tensor::{DType, Tensor};
 
 use fireclay_kernels::{Backend, Format, QuantizedWeight, Weight};
 
-/// A matrix `[d_output, d_input]`, as on the hub: a parameter, which operations read as it is, or as a stored copy in another dtype.
+/// A matrix `[d_output, d_input]`, as on the hub: a parameter, and optionally a copy in another
+/// format for operations.
 #[derive(Module, Debug)]
 pub struct Matrix<B: Backend> {
-    /// What is trained and saved; it holds nothing where the matrix was loaded quantized.
+    /// The trained and saved value; empty if the matrix was loaded quantized.
     pub parameter: Param<Tensor<B, 2>>,
     stored: Option<Stored<B>>,
 }
@@ -17,8 +18,8 @@ pub struct Matrix<B: Backend> {
 /// The copy that operations read instead of the parameter.
 #[derive(Module, Debug)]
 enum Stored<B: Backend> {
-    /// As it was loaded; the parameter holds nothing.
-    Quantized(QuantizedWeight<B>),
+    /// As it was loaded, in parts that are stored in several formats; the parameter holds nothing.
+    Quantized(Vec<QuantizedWeight<B>>),
     /// The parameter in the dtype of the activations, refreshed with it.
     Copy(Tensor<B, 2>),
 }
@@ -35,26 +36,37 @@ impl<B: Backend> Matrix<B> {
         self.parameter.val()
     }
 
-    /// As operations take it.
+    /// `[d_output, d_input]`.
+    pub fn dims(&self) -> [usize; 2] {
+        let dims = self.parameter.lazy_shape();
+        [dims[0], dims[1]]
+    }
+
+    /// Where it is.
+    pub(crate) fn device(&self) -> B::Device {
+        self.parameter.lazy_device()
+    }
+
+    /// The weight for operations.
     pub fn weight(&self) -> Weight<B> {
         match &self.stored {
-            Some(Stored::Quantized(weight)) => Weight::Quantized(weight.clone()),
+            Some(Stored::Quantized(parts)) => parts.clone().into(),
             Some(Stored::Copy(copy)) => Weight::rounded(self.parameter.val(), copy.clone()),
             None => Weight::Float(self.parameter.val()),
         }
     }
 
-    /// Whether operations read it quantized.
+    /// Whether operations read a quantized weight.
     pub(crate) fn is_quantized(&self) -> bool {
         matches!(self.stored, Some(Stored::Quantized(_)))
     }
 
-    /// From here on operations read `weight`.
-    pub(crate) fn store_quantized(&mut self, weight: QuantizedWeight<B>) {
-        self.stored = Some(Stored::Quantized(weight));
+    /// From here on operations read `parts`, the rows of each after those of the one before.
+    pub(crate) fn store_quantized(&mut self, parts: Vec<QuantizedWeight<B>>) {
+        self.stored = Some(Stored::Quantized(parts));
     }
 
-    /// From here on operations read the parameter quantized, where the format stores rows of that length.
+    /// Makes operations read the parameter quantized, if the format supports its row length.
     ///
     /// # Errors
     /// If the device fails.
@@ -66,19 +78,19 @@ impl<B: Backend> Matrix<B> {
         let (shape, device) = (values.dims(), values.device());
         let values: Vec<f32> = values.try_into_data()?.iter().collect();
         if let Some(weight) = QuantizedWeight::quantize(format, &values, shape, &device)? {
-            self.store_quantized(weight);
+            self.store_quantized(vec![weight]);
         }
         Ok(())
     }
 
-    /// From here on operations read a copy in `dtype`, where that is not the parameter's own.
+    /// Makes operations read a copy in `dtype`, unless that is the parameter's own.
     pub(crate) fn make_copy(&mut self, dtype: DType) {
         if !self.is_quantized() && self.parameter.val().dtype() != dtype {
             self.stored = Some(Stored::Copy(self.parameter.val().cast(dtype).detach()));
         }
     }
 
-    /// The copy and the parameter that it is of; operations read the parameter again.
+    /// Takes the copy and the id of its parameter; operations read the parameter again.
     pub(crate) fn take_copy(&mut self) -> Option<(ParamId, Tensor<B, 2>)> {
         match self.stored.take() {
             Some(Stored::Copy(copy)) => Some((self.parameter.id, copy)),
@@ -89,7 +101,7 @@ impl<B: Backend> Matrix<B> {
         }
     }
 
-    /// From here on operations read `copy`.
+    /// Makes operations read `copy`.
     pub(crate) fn put_copy(&mut self, copy: Tensor<B, 2>) {
         self.stored = Some(Stored::Copy(copy));
     }

@@ -1,4 +1,4 @@
-//! Parameters: how they start, and what they are called.
+//! Parameters: initialization, and names.
 
 use std::f64::consts::TAU;
 
@@ -8,9 +8,9 @@ use burn::tensor::{Tensor, TensorData};
 use fireclay_kernels::{Backend, Norm, NormKind, RandomKey, reshape};
 use rayon::prelude::*;
 
-/// Draws starting values on the host, so that a seed gives the same model on every backend.
+/// Samples initial values on the host, so that a seed gives the same model on every backend.
 pub(crate) struct Initializer<'a, B: Backend> {
-    /// None where the values do not matter.
+    /// None if the values do not matter.
     key: Option<RandomKey>,
     drawn: u64,
     device: &'a B::Device,
@@ -21,7 +21,7 @@ impl<'a, B: Backend> Initializer<'a, B> {
         Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, device }
     }
 
-    /// Of parameters that are yet to be read: they know their shapes, and hold nothing.
+    /// For parameters that will be loaded: they have shapes and no values.
     pub(crate) fn blank(device: &'a B::Device) -> Self {
         Self { key: None, drawn: 0, device }
     }
@@ -62,7 +62,7 @@ impl<'a, B: Backend> Initializer<'a, B> {
     }
 
     fn unread<const D: usize>(&self, dims: [usize; D]) -> Param<Tensor<B, D>> {
-        // Where one stays unread and is looked at, a device that has strides holds one zero.
+        // If it is read before it is loaded, devices with strides need only one zero.
         let zeros = move |device: &B::Device, _| Tensor::<B, D>::zeros([1; D], device).expand(dims);
         Param::uninitialized(ParamId::new(), zeros, self.device.clone(), true, dims.into())
     }
@@ -72,7 +72,7 @@ impl<'a, B: Backend> Initializer<'a, B> {
     }
 }
 
-/// The weights of a layer norm, or of an RMS norm where there is no shift.
+/// The weights of a layer norm, or of an RMS norm if there is no shift.
 #[derive(Module, Debug)]
 pub struct LayerNorm<B: Backend> {
     /// Scale, `[d_model]`.
@@ -83,7 +83,7 @@ pub struct LayerNorm<B: Backend> {
 }
 
 impl<B: Backend> LayerNorm<B> {
-    /// As the kernels take it.
+    /// For the kernels.
     pub fn weights(&self) -> Norm<B> {
         match &self.beta {
             Some(beta) => Norm::layer(self.gamma.val(), Some(beta.val()), self.epsilon),
@@ -92,7 +92,8 @@ impl<B: Backend> LayerNorm<B> {
     }
 }
 
-/// Every parameter of a module by its path, in the order of its fields, flattened: `(path, id, shape, values)`.
+/// Every parameter of a module by its path, in the order of fields, flattened: `(path, id, shape,
+/// values)`.
 ///
 /// Paths read `blocks.0.attention.qkv`.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
@@ -100,13 +101,13 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, Pa
     found.filter_map(|Found { path, id, shape, values, .. }| Some((path, id, shape, values?))).collect()
 }
 
-/// [`named_parameters`] that are trained: those that are not frozen.
+/// Those of [`named_parameters`] that are not frozen.
 pub fn trained_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
     let found = collect(module, true).into_iter().filter(|found| found.trained);
     found.filter_map(|Found { path, id, shape, values, .. }| Some((path, id, shape, values?))).collect()
 }
 
-/// The module with those parameters trained of which `trained` says so by their paths.
+/// The module with the parameters frozen that `trained` rejects by path.
 pub(crate) fn set_trained<B: Backend, M: Module<B>>(module: M, trained: impl Fn(&str) -> bool) -> M {
     struct Setter<F> {
         path: Vec<String>,
@@ -127,19 +128,21 @@ pub(crate) fn set_trained<B: Backend, M: Module<B>>(module: M, trained: impl Fn(
     module.map(&mut Setter { path: Vec::new(), trained })
 }
 
-/// Path and shape of every parameter of a module, in the order of [`named_parameters`]; values are not touched.
+/// Path and shape of every parameter of a module, in the order of [`named_parameters`], without
+/// touching values.
 pub(crate) fn parameter_shapes<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, Vec<usize>)> {
     collect(module, false).into_iter().map(|found| (found.path, found.shape)).collect()
 }
 
-/// What entering the field `name` of a `container` adds to a parameter's path: nothing within a
-/// [`Matrix`](crate::matrix::Matrix) and for the base of a [`Linear`](crate::linear::Linear), which go by their own names.
+/// The segment of a parameter's path for field `name` of a `container`. Empty within a
+/// [`Matrix`](crate::matrix::Matrix) and for the base of a [`Linear`](crate::linear::Linear), which
+/// have their own names.
 pub(crate) fn segment(name: &str, container: &str) -> String {
     let unnamed = container.ends_with(":Matrix") || (container.ends_with(":Linear") && name == "base");
     if unnamed { String::new() } else { name.to_string() }
 }
 
-/// A parameter's path, from the [`segment`]s on the way to it.
+/// A parameter's path, from its [`segment`]s.
 pub(crate) fn path_of(segments: &[String]) -> String {
     let named: Vec<&str> = segments.iter().map(String::as_str).filter(|segment| !segment.is_empty()).collect();
     named.join(".")
@@ -150,7 +153,7 @@ struct Found<B: Backend> {
     id: ParamId,
     shape: Vec<usize>,
     values: Option<Tensor<B, 1>>,
-    /// If values are asked for.
+    /// If values are requested.
     trained: bool,
 }
 

@@ -1,15 +1,15 @@
-//! What all blocks of one forward pass share.
+//! State shared by all blocks of a forward pass.
 
 use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::{AttentionMask, Backend, CachedTokens, Dropout, RandomKey, RotaryTable};
 
-/// What all blocks of one forward pass share.
+/// State shared by all blocks of a forward pass.
 pub(crate) struct Pass<B: Backend> {
     /// Position of each token, `[batch_size, seq_length]`.
     pub(crate) positions: Tensor<B, 2, Int>,
     pub(crate) rotary: Option<RotaryTable<B>>,
-    /// What tokens see in the layers of each window that the model has.
+    /// Masks and cache positions by window.
     pub(crate) seen: Vec<Seen<B>>,
     /// Probability and key of every dropout, in training.
     pub(crate) dropout: Option<(f64, RandomKey)>,
@@ -19,15 +19,15 @@ pub(crate) struct Pass<B: Backend> {
     pub(crate) n_heads: usize,
 }
 
-/// What tokens see in the layers of one window.
+/// The masks of the layers with one window.
 pub(crate) struct Seen<B: Backend> {
     pub(crate) window: Option<usize>,
     pub(crate) mask: AttentionMask<B>,
-    /// Where the tokens are in the cache, where there is one.
+    /// The tokens' positions in the cache, if there is one.
     pub(crate) cached: Option<CachedTokens<B>>,
 }
 
-/// The places where a block drops elements.
+/// The places of dropout in a block.
 #[derive(Clone, Copy)]
 pub(crate) enum Site {
     Attention = 1,
@@ -36,7 +36,7 @@ pub(crate) enum Site {
 }
 
 impl<B: Backend> Pass<B> {
-    /// The dropout of a place in layer `layer`, in training.
+    /// The dropout of a site in layer `layer`, in training.
     pub(crate) fn dropout(&self, layer: usize, site: Site) -> Option<Dropout> {
         let (probability, key) = self.dropout?;
         let before = match site {
@@ -46,12 +46,12 @@ impl<B: Backend> Pass<B> {
         Some(Dropout { probability, key: key.fold(layer as u64 + 1).fold(site as u64).from_row(before) })
     }
 
-    /// What a layer of this window sees without a cache.
+    /// The mask of a layer with this window, without a cache.
     pub(crate) fn mask(&self, window: Option<usize>) -> &AttentionMask<B> {
         &self.of(window).mask
     }
 
-    /// Where the tokens are in the cache, for a layer of this window.
+    /// The tokens' positions in the cache, for a layer with this window.
     pub(crate) fn cached(&self, window: Option<usize>) -> Option<&CachedTokens<B>> {
         self.of(window).cached.as_ref()
     }

@@ -1,35 +1,36 @@
-//! Frequencies of the rotary embedding, with the hub's scalings.
+//! Frequencies of the rotary embedding, with the hub's scaling methods.
 
 use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-/// How the frequencies of a rotary embedding are bent, so that a model reaches further than it was trained to.
+/// Scaling of rotary frequencies for contexts longer than trained on.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind", deny_unknown_fields)]
 pub enum RotaryScaling {
-    /// Not at all.
+    /// None.
     #[default]
     None,
     /// All divided by `factor` (Chen et al., 2023).
     Linear {
-        /// How many times further.
+        /// Extension factor.
         factor: f64,
     },
-    /// Llama 3.1's: long waves divided by `factor`, short ones kept, those between blended.
+    /// Llama 3.1: long wavelengths divided by `factor`, short ones kept, those in between
+    /// interpolated.
     Llama3 {
-        /// How many times further.
+        /// Extension factor.
         factor: f64,
-        /// Waves longer than the original context over this are divided.
+        /// Wavelengths above the original context over this are divided.
         low_frequency_factor: f64,
-        /// Waves shorter than the original context over this are kept.
+        /// Wavelengths below the original context over this are kept.
         high_frequency_factor: f64,
-        /// Tokens that the model was first trained with.
+        /// Context of the original training.
         original_context_length: usize,
     },
-    /// YaRN (Peng et al., 2023): the blend is over the number of turns within the original context.
+    /// YaRN (Peng et al., 2023): interpolates by the number of turns within the original context.
     Yarn {
-        /// How many times further.
+        /// Extension factor.
         factor: f64,
         /// Factor on cosines and sines; `None` for the paper's `0.1 ln(factor) + 1`.
         attention_factor: Option<f64>,
@@ -37,14 +38,14 @@ pub enum RotaryScaling {
         beta_fast: f64,
         /// Turns below which a frequency is divided.
         beta_slow: f64,
-        /// Tokens that the model was first trained with.
+        /// Context of the original training.
         original_context_length: usize,
-        /// Whether the blend begins and ends at whole pairs.
+        /// Whether the ramp starts and ends at whole pairs.
         #[serde(default = "yes")]
         truncate: bool,
     },
-    /// LongRoPE (Ding et al., 2024), for sequences up to the original context: each frequency is divided by a factor of its own.
-    /// Longer ones would have others.
+    /// LongRoPE (Ding et al., 2024), for sequences up to the original context: each frequency is
+    /// divided by its own factor. Longer sequences have other factors.
     LongRope {
         /// `head_dim / 2` factors.
         short_factors: Vec<f64>,
@@ -58,7 +59,7 @@ fn yes() -> bool {
 }
 
 impl RotaryScaling {
-    /// `head_dim / 2` frequencies in radians a position.
+    /// `head_dim / 2` frequencies, in radians per position.
     pub(crate) fn frequencies(&self, head_dim: usize, base: f64) -> Vec<f64> {
         let plain = (0..head_dim / 2).map(|pair| base.powf(-2.0 * pair as f64 / head_dim as f64));
         match self {
@@ -73,7 +74,7 @@ impl RotaryScaling {
                 })
                 .collect(),
             &Self::Yarn { factor, beta_fast, beta_slow, original_context_length, truncate, .. } => {
-                // The pair whose wave makes this many turns within the original context.
+                // The pair with this number of turns within the original context.
                 let pair_of = |turns: f64| {
                     head_dim as f64 * (original_context_length as f64 / (turns * 2.0 * PI)).ln() / (2.0 * base.ln())
                 };
@@ -96,7 +97,8 @@ impl RotaryScaling {
     }
 }
 
-/// `kept` of the frequency as it is, clamped to [0, 1], the rest divided by `factor`.
+/// Interpolates a frequency: `kept`, clamped to [0, 1], of it unchanged, the rest divided by
+/// `factor`.
 fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {
     let kept = kept.clamp(0.0, 1.0);
     kept * frequency + (1.0 - kept) * frequency / factor

@@ -1,14 +1,15 @@
-//! The tensors of a model folder: `model.safetensors`, or several files that `model.safetensors.index.json` names.
+//! The tensors of a model folder: `model.safetensors`, or the files named by
+//! `model.safetensors.index.json`.
 //!
-//! Only headers are read at first. A tensor is read when it is asked for, a few megabytes at a time, and turned into the
-//! wanted dtype on the way, so that no more than itself is ever held on the host.
+//! Opening reads only headers. A tensor is read on request, a few megabytes at a time, and
+//! converted to the requested dtype, so that the host never holds more than it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use fireclay_kernels::BlockFormat;
+use fireclay_kernels::{BlockFormat, Format};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata};
@@ -20,43 +21,45 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Bytes read at a time.
 const PIECE: usize = 8 << 20;
-/// The longest header that the format's own reader accepts.
+/// Maximum header size of the format's own reader.
 const LONGEST_HEADER: u64 = 100_000_000;
-/// Blocks that a thread dequantizes at the least.
+/// Minimum blocks per thread when dequantizing.
 const BLOCKS: usize = 64;
-/// The most weights of a block.
+/// Bytes of a word of a quantized matrix.
+const WORD: usize = 4;
+/// Maximum weights per block.
 const LONGEST_BLOCK: usize = 256;
 
-/// Open files, and what is where in them.
+/// Open files, and their tensors.
 #[derive(Debug)]
 pub(crate) struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, StoredTensor>,
 }
 
-/// Where a tensor lies, and how.
+/// A tensor's location and encoding.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredTensor {
     file: usize,
-    /// Bytes from the file's start.
+    /// Offset in the file, in bytes.
     start: u64,
     pub(crate) encoding: Encoding,
     pub(crate) shape: Vec<usize>,
-    /// Rows of a head, where each has those of its halves in turn.
+    /// Rows per head, if the rows of its halves are interleaved.
     pub(crate) interleaved: Option<usize>,
 }
 
 /// How a tensor's values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Encoding {
-    /// One after the other.
+    /// Consecutive elements.
     Float(Dtype),
-    /// Several in a block.
+    /// Blocks.
     Blocks(BlockFormat),
 }
 
 impl Encoding {
-    /// Values that are stored together.
+    /// Values per unit of storage.
     pub(crate) fn weights(self) -> usize {
         match self {
             Self::Float(_) => 1,
@@ -64,7 +67,7 @@ impl Encoding {
         }
     }
 
-    /// The bytes that these take.
+    /// Bytes per unit of storage.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Float(dtype) => dtype.bitsize() / 8,
@@ -72,7 +75,7 @@ impl Encoding {
         }
     }
 
-    /// As messages call it.
+    /// Its name in messages.
     pub(crate) fn name(self) -> String {
         match self {
             Self::Float(dtype) => format!("{dtype:?}"),
@@ -80,7 +83,17 @@ impl Encoding {
         }
     }
 
-    /// Whether it can be read.
+    /// The format in which operations read it as it is stored, if there is one.
+    pub(crate) fn format(self) -> Option<Format> {
+        match self {
+            Self::Float(Dtype::F16) => Some(Format::F16),
+            Self::Float(Dtype::BF16) => Some(Format::Bf16),
+            Self::Float(_) => None,
+            Self::Blocks(format) => Some(Format::Blocks(format)),
+        }
+    }
+
+    /// Whether it is supported.
     pub(crate) fn is_readable(self) -> bool {
         match self {
             Self::Float(dtype) => READABLE.contains(&dtype),
@@ -88,24 +101,29 @@ impl Encoding {
         }
     }
 
-    /// Bytes before the value at a place, of which a block's begin together.
+    /// Offset of the unit with the element at an index, in bytes.
     fn bytes_before(self, elements: usize) -> u64 {
         elements as u64 / self.weights() as u64 * self.bytes() as u64
     }
 }
 
 impl StoredTensor {
-    /// One in a file, from a byte of it on.
+    /// A tensor at an offset of a file.
     pub(crate) fn new(file: usize, start: u64, encoding: Encoding, shape: Vec<usize>) -> Self {
         Self { file, start, encoding, shape, interleaved: None }
     }
 
-    /// With the rows of each head's halves in turn, where it has so many.
+    /// Of another shape, for one that is not read.
+    pub(crate) fn with_shape(self, shape: Vec<usize>) -> Self {
+        Self { shape, ..self }
+    }
+
+    /// Sets the number of interleaved rows per head, if any.
     pub(crate) fn with_interleaved(self, rows: Option<usize>) -> Self {
         Self { interleaved: rows, ..self }
     }
 
-    /// Bytes in the file.
+    /// Size in the file, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.encoding.bytes_before(self.shape.iter().product())
     }
@@ -115,7 +133,7 @@ impl TensorFiles {
     /// Reads the headers of a folder's files.
     ///
     /// # Errors
-    /// If there is none, one of them is missing, truncated or longer than its header says, or its header is none.
+    /// If there is none, or one is missing, truncated or has an invalid header.
     pub(crate) fn open(folder: &Path) -> Result<Self, WeightsError> {
         let index = folder.join(INDEX);
         let mut files = Self { files: Vec::new(), tensors: BTreeMap::new() };
@@ -134,13 +152,23 @@ impl TensorFiles {
         match named.keys().find(|tensor| !files.tensors.contains_key(*tensor)) {
             None => Ok(files),
             Some(tensor) => {
-                let reason = format!("{tensor} is in none of the files that it names");
+                let reason = format!("{tensor} is in none of its files");
                 Err(WeightsError::Weights { path: index, reason })
             }
         }
     }
 
-    /// Files that are open, and what is where in them.
+    /// Reads the header of one file.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn open_one(path: &Path) -> Result<Self, WeightsError> {
+        let mut files = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        files.add(path.to_path_buf())?;
+        Ok(files)
+    }
+
+    /// From open files and their tensors.
     pub(crate) fn new(files: Vec<(PathBuf, File)>, tensors: BTreeMap<String, StoredTensor>) -> Self {
         Self { files, tensors }
     }
@@ -152,7 +180,7 @@ impl TensorFiles {
         let size = file.metadata().map_err(io)?.len();
         let mut length = [0; 8];
         if size < length.len() as u64 {
-            return Err(wrong(format!("not a safetensors file: {size} bytes are too few")));
+            return Err(wrong(format!("not a safetensors file: {size} bytes is too short")));
         }
         file.read_exact(&mut length).map_err(io)?;
         let header_size = u64::from_le_bytes(length);
@@ -172,7 +200,7 @@ impl TensorFiles {
             let elements = info.shape.iter().try_fold(1u64, |product, length| product.checked_mul(*length as u64));
             let bits = elements.and_then(|elements| elements.checked_mul(info.dtype.bitsize() as u64));
             if first != end || bits.is_none_or(|bits| last.checked_sub(first) != Some(bits.div_ceil(8))) {
-                return Err(wrong(format!("its header is damaged: {name} is not where and as long as it should be")));
+                return Err(wrong(format!("its header is damaged: {name} has a wrong offset or length")));
             }
             if last > size - start {
                 return Err(wrong(format!("truncated: {} bytes of tensors, but {name} ends at {last}", size - start)));
@@ -181,7 +209,7 @@ impl TensorFiles {
             let encoding = Encoding::Float(info.dtype);
             let tensor = StoredTensor::new(self.files.len(), start + first, encoding, info.shape.clone());
             if self.tensors.insert(name.clone(), tensor).is_some() {
-                return Err(wrong(format!("{name} is in another file, too")));
+                return Err(wrong(format!("{name} is in two files")));
             }
         }
         match size - start {
@@ -198,11 +226,11 @@ impl TensorFiles {
         &self.tensors
     }
 
-    /// Reads a tensor as `T` into `out`, of as many elements, row after row; a matrix with its rows as columns if
-    /// `transposed`. `progress` is told the bytes of each piece.
+    /// Reads a tensor as `T` into `out`, in row-major order, transposed if `transposed`. Calls
+    /// `progress` with the bytes of each piece.
     ///
     /// # Errors
-    /// If the file system fails, or the dtype is no float that can be read.
+    /// If the file system fails, or the dtype is not supported.
     pub(crate) fn read<T: Stored>(
         &self,
         tensor: &StoredTensor,
@@ -232,10 +260,48 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Whether two tensors of one shape have the same values, whatever their dtypes.
+    /// Reads the rows of a matrix as they are stored, in the model's order, each into `words_each` words of its own, the
+    /// last filled with zeros. `progress` is told the bytes of each piece.
     ///
     /// # Errors
-    /// If the file system fails, or a dtype is no float that can be read.
+    /// If the file system fails.
+    pub(crate) fn read_rows(
+        &self,
+        tensor: &StoredTensor,
+        words_each: usize,
+        words: &mut [i32],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), WeightsError> {
+        let (rows, row_bytes) = (tensor.shape[0], tensor.encoding.bytes_before(tensor.shape[1]) as usize);
+        // Rows of a head are read together.
+        let head = tensor.interleaved.unwrap_or(1);
+        let together = (PIECE / row_bytes / head).max(1) * head;
+        let mut bytes = vec![0; together.min(rows) * row_bytes];
+        for (piece, words) in words.chunks_mut(together * words_each).enumerate() {
+            let bytes = &mut bytes[..words.len() / words_each * row_bytes];
+            self.bytes(tensor.file, tensor.start + (piece * together * row_bytes) as u64, bytes)?;
+            for (at, words) in words.chunks_exact_mut(words_each).enumerate() {
+                let stored = match tensor.interleaved {
+                    None => at,
+                    Some(rows) => at / rows * rows + interleaved_row(at % rows, rows),
+                };
+                let mut stored = bytes[stored * row_bytes..][..row_bytes].chunks(WORD);
+                for word in words {
+                    let mut own = [0; WORD];
+                    let stored = stored.next().unwrap_or_default();
+                    own[..stored.len()].copy_from_slice(stored);
+                    *word = i32::from_ne_bytes(own);
+                }
+            }
+            progress(bytes.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Whether two tensors of one shape have equal values, whatever their dtypes.
+    ///
+    /// # Errors
+    /// If the file system fails, or a dtype is not supported.
     pub(crate) fn are_same(&self, [a, b]: [&StoredTensor; 2]) -> Result<bool, WeightsError> {
         let size = a.shape.iter().product::<usize>();
         let mut rows = [a, b].map(|tensor| TensorRow::new(self, std::iter::once(tensor)));
@@ -266,29 +332,29 @@ impl TensorFiles {
     }
 }
 
-/// Tensors one after the other, as the elements of one row, read piece by piece.
+/// Consecutive tensors as the elements of one row, read piece by piece.
 pub(crate) struct TensorRow<'a> {
     files: &'a TensorFiles,
     tensors: Vec<&'a StoredTensor>,
-    /// Elements of the first of them that were read.
+    /// Elements of the first tensor read so far.
     done: usize,
-    /// What is read and not yet turned into the wanted dtype.
+    /// Raw bytes to convert.
     bytes: Vec<u8>,
-    /// The last head that was read of an interleaved tensor, by its number, its rows in the model's
-    /// order.
+    /// The last head read of an interleaved tensor: its index, and its rows in the model's order.
     head: Option<(usize, Vec<u8>)>,
 }
 
 impl<'a> TensorRow<'a> {
-    /// These tensors, of which nothing is read yet.
+    /// For these tensors, from the start.
     pub(crate) fn new(files: &'a TensorFiles, tensors: impl Iterator<Item = &'a StoredTensor>) -> Self {
         Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new(), head: None }
     }
 
-    /// The next elements as `T`, as many as fit `out`, in the processor's order of bytes. `progress` is told the bytes of each piece.
+    /// Reads the next elements as `T`, as many as fit `out`, in native byte order. Calls `progress`
+    /// with the bytes of each piece.
     ///
     /// # Errors
-    /// If the file system fails, or the dtype is no float that can be read.
+    /// If the file system fails, or the dtype is not supported.
     pub(crate) fn read<T: Stored>(
         &mut self,
         out: &mut [u8],
@@ -324,8 +390,7 @@ impl<'a> TensorRow<'a> {
         Ok(())
     }
 
-    /// The next elements of a tensor whose heads, of so many `rows`, have the rows of their halves
-    /// in turn.
+    /// Reads the next elements of a tensor whose heads have `rows` rows with interleaved halves.
     fn read_of_head<T: Stored>(
         &mut self,
         tensor: &StoredTensor,
@@ -339,8 +404,7 @@ impl<'a> TensorRow<'a> {
             self.read_at::<T>(tensor, number * head, &mut stored)?;
             let row = stored.len() / rows;
             for (at, out) in ordered.chunks_exact_mut(row).enumerate() {
-                let (half, pair) = (at / (rows / 2), at % (rows / 2));
-                out.copy_from_slice(&stored[(2 * pair + half) * row..][..row]);
+                out.copy_from_slice(&stored[interleaved_row(at, rows) * row..][..row]);
             }
             self.head = Some((number, ordered));
         }
@@ -350,7 +414,7 @@ impl<'a> TensorRow<'a> {
         Ok(())
     }
 
-    /// Elements of a tensor in the file's order, from the one at `first` on.
+    /// Reads elements in the file's order, from index `first` on.
     fn read_at<T: Stored>(&mut self, tensor: &StoredTensor, first: usize, out: &mut [u8]) -> Result<(), WeightsError> {
         match tensor.encoding {
             Encoding::Float(Dtype::F32) => self.read_as::<f32, T>(tensor, first, out),
@@ -371,7 +435,7 @@ impl<'a> TensorRow<'a> {
         out: &mut [u8],
     ) -> Result<(), WeightsError> {
         let start = tensor.start + tensor.encoding.bytes_before(first);
-        // As they are stored, least byte first.
+        // Stored in little-endian order.
         if S::DTYPE == T::DTYPE && cfg!(target_endian = "little") {
             return self.files.bytes(tensor.file, start, out);
         }
@@ -402,7 +466,7 @@ impl<'a> TensorRow<'a> {
                 T::of(*value).store(out);
             }
         };
-        // The first block and the last may be wanted in part.
+        // The first and last blocks may be needed in part.
         let (begun, rest) = out.split_at_mut(((weights - known) % weights * T::SIZE).min(out.len()));
         let (first, blocks) = self.bytes.split_at(if begun.is_empty() { 0 } else { bytes });
         if !begun.is_empty() {
@@ -414,10 +478,16 @@ impl<'a> TensorRow<'a> {
     }
 }
 
-/// What is to be done with a GGUF file in a folder.
-const BY_ITSELF: &str = "a GGUF file is a model by itself: give it in place of its folder";
+/// Where a row of a head is in one that has the rows of its halves in turn.
+fn interleaved_row(at: usize, rows: usize) -> usize {
+    let (half, pair) = (at / (rows / 2), at % (rows / 2));
+    2 * pair + half
+}
 
-/// What is worth saying of a folder without `file` that has a GGUF file.
+/// Advice for a GGUF file in a folder.
+const BY_ITSELF: &str = "a GGUF file is a whole model: pass the file instead of its folder";
+
+/// The message for a folder without `file` that has a GGUF file.
 pub(crate) fn gguf_instead(folder: &Path, file: &str) -> Option<String> {
     let entries = fs::read_dir(folder).ok()?.flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
@@ -425,32 +495,32 @@ pub(crate) fn gguf_instead(folder: &Path, file: &str) -> Option<String> {
     Some(format!("there is no {file}, but {name}; {BY_ITSELF}"))
 }
 
-/// What a folder without safetensors has in their place, if it is known.
+/// What a folder without safetensors has instead, if known.
 fn instead(folder: &Path) -> Option<String> {
     let entries = fs::read_dir(folder).ok()?.flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort_unstable();
     let found = |is: &dyn Fn(&str) -> bool| names.iter().find(|name| is(name)).cloned();
     if let Some(name) = found(&|name| name.starts_with("adapter_model.")) {
-        return Some(format!("{name} is an adapter, and the model that it is for is not here: there is no {SINGLE}"));
+        return Some(format!("{name} is an adapter without its base model: there is no {SINGLE}"));
     }
     let pickled = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
     let (name, how) = match (found(&|name| name.ends_with(".gguf")), found(&pickled)) {
         (Some(name), _) => (name, BY_ITSELF),
-        (None, Some(name)) => (name, "pickled weights may run code when they are read, and are not: convert them"),
+        (None, Some(name)) => (name, "pickled weights can execute code and are not read: convert them"),
         (None, None) => return None,
     };
     Some(format!("there is no {SINGLE}, but {name}; {how}"))
 }
 
-/// The file of each tensor, as an index says.
+/// The file of each tensor, from an index.
 fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     let text = fs::read_to_string(path).map_err(|error| WeightsError::Io { path: path.into(), error })?;
     let index: Value = serde_json::from_str(&text).map_err(|error| WeightsError::Json { path: path.into(), error })?;
     let wrong = |reason: String| WeightsError::Weights { path: path.into(), reason };
     let named = index["weight_map"].as_object().ok_or_else(|| wrong("weight_map is missing".into()))?;
     let file = |(tensor, file): (&String, &Value)| {
-        // A name, not a way out of the folder.
+        // A file name, without path traversal.
         let name = file.as_str().filter(|name| Path::new(name).file_name().is_some_and(|file| file == *name));
         let name = name.ok_or_else(|| wrong(format!("{file}, the file of {tensor}, is not a file's name")))?;
         Ok((tensor.clone(), name.to_string()))
@@ -458,29 +528,32 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     named.iter().map(file).collect()
 }
 
-/// The dtypes of floats that can be read.
+/// The supported float dtypes.
 const READABLE: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
 
-/// A float as files have it.
+/// A float dtype of files.
 pub(crate) trait Readable {
     /// Bytes.
     const SIZE: usize;
     /// Its name in files.
     const DTYPE: Dtype;
 
-    /// From its bytes, least first.
+    /// From little-endian bytes.
     fn load(bytes: &[u8]) -> f32;
 }
 
-/// A float as files have it, and models, too.
+/// A float dtype of files and models.
 pub(crate) trait Stored: Readable + Copy {
-    /// The nearest one.
+    /// The nearest value.
     fn of(value: f32) -> Self;
 
-    /// Its bytes in the processor's order.
+    /// As f32.
+    fn value(self) -> f32;
+
+    /// Its bytes in native order.
     fn store(self, bytes: &mut [u8]);
 
-    /// From its bytes in the processor's order.
+    /// From bytes in native order.
     fn fetch(bytes: &[u8]) -> Self;
 }
 
@@ -496,7 +569,7 @@ impl Readable for f64 {
     }
 }
 
-/// Four bits of exponent and three of fraction, without infinities: FP8 (Micikevicius et al., 2022).
+/// FP8 with four exponent and three fraction bits, without infinities (Micikevicius et al., 2022).
 pub(crate) struct E4m3;
 
 impl Readable for E4m3 {
@@ -515,7 +588,7 @@ impl Readable for E4m3 {
     }
 }
 
-/// Five bits of exponent and two of fraction: the upper half of an f16.
+/// FP8 with five exponent and two fraction bits: the upper half of an f16.
 pub(crate) struct E5m2;
 
 impl Readable for E5m2 {
@@ -542,6 +615,11 @@ impl Stored for f32 {
     #[inline(always)]
     fn of(value: f32) -> Self {
         value
+    }
+
+    #[inline(always)]
+    fn value(self) -> f32 {
+        self
     }
 
     #[inline(always)]
@@ -574,6 +652,11 @@ macro_rules! stored_half {
             }
 
             #[inline(always)]
+            fn value(self) -> f32 {
+                self.to_f32()
+            }
+
+            #[inline(always)]
             fn store(self, bytes: &mut [u8]) {
                 bytes.copy_from_slice(&self.to_ne_bytes());
             }
@@ -593,7 +676,7 @@ stored_half!(bf16, BF16);
 mod tests {
     use super::*;
 
-    /// A file of one tensor `[2, 3]`, f32, 0 to 5, with a header of the test's own.
+    /// A file of one f32 tensor `[2, 3]`, 0 to 5, with the test's own header.
     fn file(header: &str) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join(SINGLE);
@@ -628,7 +711,7 @@ mod tests {
 
     #[test]
     fn floats_of_eight_and_sixty_four_bits_are_read_exactly() {
-        // As torch has them: float8_e4m3fn and float8_e5m2.
+        // In torch: float8_e4m3fn and float8_e5m2.
         let e4m3 =
             [(0x00, 0.0), (0x01, 2f32.powi(-9)), (0x08, 2f32.powi(-6)), (0x38, 1.0), (0x7e, 448.0), (0xb9, -1.125)];
         for (byte, value) in e4m3 {
@@ -670,7 +753,7 @@ mod tests {
     fn truncated_and_hostile_files_are_refused() {
         let (folder, path) = file(GOOD);
         let whole = fs::read(&path).expect("a file");
-        for (size, word) in [(0, "too few"), (7, "too few"), (20, "shorter than its header"), (70, "truncated")] {
+        for (size, word) in [(0, "too short"), (7, "too short"), (20, "shorter than its header"), (70, "truncated")] {
             fs::write(&path, &whole[..size.min(whole.len() - 1)]).expect("writable");
             let message = TensorFiles::open(folder.path()).expect_err("a truncated file").to_string();
             assert!(message.contains(word) && message.contains(SINGLE), "{size} bytes: {message}");

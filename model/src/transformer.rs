@@ -9,8 +9,8 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    F32Products, Format, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, Sampling,
-    StepDraw, StepsAhead, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
+    F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows,
+    Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
     head_sample_logits, linear, norm, reshape,
 };
 
@@ -23,28 +23,28 @@ use crate::matrix::Matrix;
 use crate::parameters::{Initializer, LayerNorm, set_trained};
 use crate::pass::{Pass, Seen};
 
-/// One transformer for training, prefill and decode, whatever its family.
+/// One transformer for training, prefill and decode, of any family.
 #[derive(Module, Debug)]
 pub struct Transformer<B: Backend> {
-    /// A row for each token, `[vocab_size, d_model]`.
+    /// Token embeddings, `[vocab_size, d_model]`.
     pub embedding: Matrix<B>,
-    /// A row for each position, `[context_length, d_model]`.
+    /// Position embeddings, `[context_length, d_model]`.
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
-    /// A row for each token type, `[token_types, d_model]`.
+    /// Token type embeddings, `[token_types, d_model]`.
     pub token_type_embedding: Option<Param<Tensor<B, 2>>>,
-    /// The norm over the embeddings, where norms stand after the sub-layers.
+    /// The norm of the embeddings, with post-norm blocks.
     pub embedding_norm: Option<LayerNorm<B>>,
-    /// The blocks, first to last.
+    /// The blocks, in order.
     pub blocks: Vec<Block<B>>,
-    /// The norm after the last block, where norms stand before the sub-layers.
+    /// The final norm, with pre-norm blocks.
     pub final_norm: Option<LayerNorm<B>>,
-    /// The output projection `[vocab_size, d_model]`, where it is not the embedding table.
+    /// The output projection `[vocab_size, d_model]`, unless it is tied to the embedding.
     pub head: Option<Matrix<B>>,
-    /// What an encoder says of an utterance, where it was made to.
+    /// Heads for utterances, if it is such an encoder.
     pub heads: Option<UtteranceHeads<B>>,
     #[module(skip)]
     config: TransformerConfig,
-    /// `0..context_length`, so that a pass need not send it.
+    /// `0..context_length`, so that a pass need not upload it.
     positions: Tensor<B, 1, Int>,
     rotary_cos: Option<Tensor<B, 2>>,
     rotary_sin: Option<Tensor<B, 2>>,
@@ -52,19 +52,19 @@ pub struct Transformer<B: Backend> {
     activations: FloatDType,
     #[module(skip)]
     f32_products: F32Products,
-    /// New wherever this model's methods change what operations read.
+    /// Changes whenever this model's methods change the weights that operations read.
     #[module(skip)]
     weights: Weights,
     #[module(skip)]
     int8_cache: bool,
     #[module(skip)]
     dropout_key: Option<RandomKey>,
-    /// Rows of the batch that others have, before those that this model is given.
+    /// Tokens of the batch that other ranks have, before those that this model is given.
     #[module(skip)]
-    rows_before: usize,
+    tokens_before: usize,
 }
 
-/// What a forward pass reads.
+/// The input of a forward pass.
 #[derive(Clone, Debug)]
 pub struct Tokens<B: Backend> {
     pub(crate) ids: Tensor<B, 2, Int>,
@@ -73,21 +73,20 @@ pub struct Tokens<B: Backend> {
     document_starts: Option<Tensor<B, 2, Int>>,
 }
 
-/// What a pass into a cache gives of each row's last token.
+/// Results of a cached pass, for each row's last token.
 #[derive(Clone, Debug)]
 pub struct Hidden<B: Backend> {
     states: Tensor<B, 2>,
-    /// What the head makes of them, where that was computed with them.
+    /// Logits and samples, if they were computed with them.
     predicted: Option<Predicted<B>>,
-    /// Hidden states of all tokens that prompts read, `[tokens, d_model]`, where they are asked
-    /// for.
+    /// Hidden states of all prefill tokens, `[tokens, d_model]`, if requested.
     of_prompts: Option<Tensor<B, 2>>,
 }
 
-/// Tokens of rows that decode, and those of rows that read a prompt.
+/// Tokens of decode rows, and of prefill rows.
 type StepTokens<'a, B> = (Option<(Tensor<B, 1, Int>, &'a [RowId])>, &'a [(RowId, &'a [u32])]);
 
-/// A token for each row, and what it was drawn from: see
+/// A sampled token per row, with its logits: see
 /// [`next_tokens_and_states`](Transformer::next_tokens_and_states).
 #[derive(Clone, Debug)]
 pub struct NextTokens<B: Backend> {
@@ -95,22 +94,22 @@ pub struct NextTokens<B: Backend> {
     pub tokens: Tensor<B, 1, Int>,
     /// Logits, f32 `[rows, vocab_size]`, before biases and penalties.
     pub logits: Tensor<B, 2>,
-    /// Hidden states of all tokens that the `prefill` rows read, `[tokens, d_model]`, one row
-    /// behind the other, after the last norm; where they are asked for.
+    /// Hidden states of all tokens of the `prefill` rows, `[tokens, d_model]`, concatenated, after
+    /// the final norm; if requested.
     pub prompt_states: Option<Tensor<B, 2>>,
 }
 
-/// Tokens that follow each other in each row: see [`tokens_ahead`](Transformer::tokens_ahead).
+/// Consecutive tokens of each row: see [`decode_multi_step`](Transformer::decode_multi_step).
 #[derive(Clone, Debug)]
-pub struct TokensAhead<B: Backend> {
+pub struct MultiStepTokens<B: Backend> {
     /// `[steps, rows]`.
     pub tokens: Tensor<B, 2, Int>,
-    /// Those of the last step, `[rows]`, which were not read yet.
+    /// The last of them, `[rows]`, which are not in the cache yet.
     pub last: Tensor<B, 1, Int>,
 }
 
 impl<B: Backend> Hidden<B> {
-    /// Hidden states `[rows, d_model]`, in the dtype of activations, after the last norm.
+    /// Hidden states `[rows, d_model]`, in the dtype of activations, after the final norm.
     pub fn states(&self) -> Tensor<B, 2> {
         self.states.clone()
     }
@@ -123,21 +122,21 @@ impl<B: Backend> From<Tensor<B, 2>> for Hidden<B> {
 }
 
 impl<B: Backend> Tokens<B> {
-    /// With the type of each token, `[batch_size, seq_length]`; zero where this is not called.
+    /// Sets the type of each token, `[batch_size, seq_length]`; zero by default.
     pub fn with_types(mut self, types: Tensor<B, 2, Int>) -> Self {
         self.types = Some(types);
         self
     }
 
-    /// With the length of each row, `[batch_size]`: what stands behind is padding, which nothing attends to. For
-    /// bidirectional models; a causal one never looks ahead.
+    /// Sets the length of each row, `[batch_size]`: the rest is padding, which is not attended to.
+    /// For bidirectional models; a causal one never attends to later tokens.
     pub fn with_lengths(mut self, lengths: Tensor<B, 1, Int>) -> Self {
         self.lengths = Some(lengths);
         self
     }
 
-    /// With the place in its row where each token's document begins, `[batch_size, seq_length]`: nothing before it is attended to. For
-    /// causal models.
+    /// Sets the column where each token's document starts, `[batch_size, seq_length]`: earlier
+    /// tokens are not attended to. For causal models.
     pub fn with_document_starts(mut self, starts: Tensor<B, 2, Int>) -> Self {
         self.document_starts = Some(starts);
         self
@@ -151,7 +150,7 @@ impl<B: Backend> From<Tensor<B, 2, Int>> for Tokens<B> {
 }
 
 impl TransformerConfig {
-    /// A transformer of this shape with parameters drawn from `seed`, the same on every backend.
+    /// A transformer of this shape with parameters sampled from `seed`, the same on every backend.
     ///
     /// # Errors
     /// If the config contradicts itself.
@@ -159,7 +158,7 @@ impl TransformerConfig {
         self.init_with(&mut Initializer::<B>::new(seed, device))
     }
 
-    /// A transformer of this shape whose parameters `init` gives.
+    /// A transformer of this shape, initialized by `init`.
     pub(crate) fn init_with<B: Backend>(&self, init: &mut Initializer<'_, B>) -> Result<Transformer<B>, ConfigError> {
         self.validate()?;
         let device = init.device();
@@ -194,18 +193,19 @@ impl TransformerConfig {
             weights: Weights::new(),
             int8_cache: false,
             dropout_key: None,
-            rows_before: 0,
+            tokens_before: 0,
         })
     }
 }
 
 impl<B: Backend> Transformer<B> {
-    /// What this transformer is made of.
+    /// The config.
     pub fn config(&self) -> &TransformerConfig {
         &self.config
     }
 
-    /// With activations and products in `dtype`: f32, which is the default, or bf16. Parameters keep their dtype.
+    /// Sets the dtype of activations and products: f32, the default, or bf16. Parameters keep their
+    /// dtype.
     pub fn with_activations(mut self, dtype: FloatDType) -> Self {
         if dtype != self.activations {
             self.take_copies();
@@ -215,8 +215,8 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// With products of f32 computed in this way, exactly unless this is called: by this model, and in the backward passes of
-    /// what it computes.
+    /// Sets how products of f32 are computed, exactly by default, in this model and in its backward
+    /// passes.
     pub fn with_f32_products(mut self, products: F32Products) -> Self {
         self.weights = Weights::new();
         self.f32_products = products;
@@ -231,10 +231,10 @@ impl<B: Backend> Transformer<B> {
         self.f32_products
     }
 
-    /// With a new copy of every large matrix in the dtype of the activations, where that is not its own. Operations read the
-    /// copies from then on, so that no pass has to round the matrices: whoever changes a parameter changes its copy, as
-    /// [`optimizer_step`](fireclay_kernels::optimizer_step) does between [`take_copies`](Self::take_copies) and
-    /// [`put_copies`](Self::put_copies).
+    /// Makes a copy of every large matrix in the dtype of the activations, unless it has that
+    /// dtype. Operations read the copies, so that no pass converts matrices. Whoever changes a
+    /// parameter updates its copy, as [`optimizer_step`](fireclay_kernels::optimizer_step) does
+    /// between [`take_copies`](Self::take_copies) and [`put_copies`](Self::put_copies).
     pub fn with_copies(mut self) -> Self {
         self.weights = Weights::new();
         let dtype = self.activations.into();
@@ -242,14 +242,14 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// Moves the copies out of the model, each by the parameter that it is of, and in its shape. Operations read the
+    /// Moves the copies out of the model, by parameter, in their shapes. Operations read the
     /// parameters again.
     pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 2>> {
         self.weights = Weights::new();
         self.all_matrices_mut().filter_map(|(_, matrix)| matrix.take_copy()).collect()
     }
 
-    /// Gives the model the copies that were taken from it.
+    /// Returns copies to the model.
     pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 2>>) {
         self.weights = Weights::new();
         for (_, matrix) in self.all_matrices_mut() {
@@ -259,28 +259,31 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    /// Embedding, head and the weights of linear layers, by their paths: all that may be quantized.
+    /// All matrices that may be quantized, by path: embedding, head and linear layers.
     pub(crate) fn matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
         self.all_matrices_mut().filter(|(path, _)| !path.contains(".adapter."))
     }
 
-    /// Every matrix of which operations may read a copy in another dtype, by its path.
+    /// All matrices that may have a copy in another dtype, by path.
     fn all_matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
         let Self { embedding, head, blocks, .. } = self;
         let outer = [("embedding", Some(embedding)), ("head", head.as_mut())];
         let outer = outer.into_iter().filter_map(|(path, matrix)| Some((path.to_string(), matrix?)));
-        let linears = blocks.iter_mut().enumerate().flat_map(|(layer, block)| {
-            block.linears_mut().map(|(path, linear)| (format!("blocks.{layer}.{path}"), linear))
-        });
-        outer.chain(linears.flat_map(|(path, Linear { base, adapter })| {
+        outer.chain(linears_of(blocks).flat_map(|(path, Linear { base, adapter })| {
             let adapter = adapter.iter_mut().flat_map(|Adapter { a, b, .. }| [("a", a), ("b", b)]);
             let adapter: Vec<_> = adapter.map(|(name, matrix)| (format!("{path}.adapter.{name}"), matrix)).collect();
             std::iter::once((path, base)).chain(adapter)
         }))
     }
 
-    /// With the parameters trained of which `trained` says so by their paths, such as `blocks.0.attention.qkv`, and all others
-    /// frozen: these have no gradient, and an optimizer keeps nothing for them. What is quantized is never trained.
+    /// The linear layers of all blocks, by their paths.
+    pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = (String, &mut Linear<B>)> {
+        linears_of(&mut self.blocks)
+    }
+
+    /// Trains only the parameters that `trained` accepts by path, such as `blocks.0.attention.qkv`,
+    /// and freezes all others: these have neither gradients nor optimizer state. Quantized weights
+    /// are never trained.
     pub fn with_trained(mut self, trained: impl Fn(&str) -> bool) -> Self {
         let quantized: HashSet<String> =
             self.all_matrices_mut().filter(|(_, matrix)| matrix.is_quantized()).map(|(path, _)| path).collect();
@@ -288,8 +291,8 @@ impl<B: Backend> Transformer<B> {
         set_trained(self, |path| trained(path) && !quantized.contains(path))
     }
 
-    /// With every large matrix quantized: operations read it so from then on, and the parameters stay as they are. Matrices
-    /// with rows of a length that the format does not store stay floats.
+    /// Quantizes every large matrix for operations; parameters stay as they are. Matrices whose row
+    /// length the format does not support stay floats.
     ///
     /// # Errors
     /// If the device fails.
@@ -306,10 +309,10 @@ impl<B: Backend> Transformer<B> {
         self.activations
     }
 
-    /// With caches of bytes, a scale beside each head of a token, in place of the activations' dtype.
+    /// Uses INT8 caches, with a scale per head and token, instead of the activations' dtype.
     ///
     /// # Panics
-    /// If the model's heads are no multiple of [`CacheDType::INT8_COLUMNS`].
+    /// If the head size is not a multiple of [`CacheDType::INT8_COLUMNS`].
     pub fn with_int8_cache(mut self) -> Self {
         let (columns, head_dim) = (CacheDType::INT8_COLUMNS, self.config.head_dim);
         assert!(head_dim.is_multiple_of(columns), "heads of {head_dim} elements, no multiple of {columns}, as bytes");
@@ -318,37 +321,45 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// What the numbers of its caches are stored as.
+    /// The data type of its caches.
     pub fn cache_dtype(&self) -> CacheDType {
         if self.int8_cache { CacheDType::Int8 } else { CacheDType::Float(self.activations) }
     }
 
-    /// Sets what this step's dropout masks are made from, or turns dropout off. It is off to begin with.
+    /// Sets the key of this step's dropout masks, or disables dropout. It is disabled initially.
     pub fn set_dropout(&mut self, key: Option<RandomKey>) {
         self.set_dropout_from(key, 0);
     }
 
-    /// The same where the rows of a batch are from `first_row` on of a larger one: they drop what they drop there.
-    pub fn set_dropout_from(&mut self, key: Option<RandomKey>, first_row: usize) {
-        (self.dropout_key, self.rows_before) = (key, first_row);
+    /// The same for a part of a batch, before which there are `tokens_before` tokens, padding included: it drops what
+    /// the whole batch drops there.
+    pub fn set_dropout_from(&mut self, key: Option<RandomKey>, tokens_before: usize) {
+        (self.dropout_key, self.tokens_before) = (key, tokens_before);
+        for (number, (_, linear)) in linears_of(&mut self.blocks).enumerate() {
+            if let Some(adapter) = &mut linear.adapter {
+                adapter.set_dropout(key.map(|key| key.fold(0x6c6f_7261).fold(number as u64).from_row(tokens_before)));
+            }
+        }
     }
 
-    /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
-    /// this model with the weights that it has now, and for clones of it: a step with another model, or after one of this
-    /// model's methods has changed them, panics. Whoever replaces parameters in another way makes a new cache.
+    /// A cache for `tokens` tokens in any number of rows. It consists of pages, and the last page
+    /// of each row may be partly filled. It is valid for this model's current weights and for
+    /// clones of it: a step with another model, or after a method changed the weights, panics.
+    /// After changing parameters in other ways, make a new cache.
     ///
     /// # Panics
-    /// If the model looks ahead, as encoders do.
+    /// If the model is an encoder.
     pub fn cache(&self, tokens: usize) -> Cache<B> {
-        assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
+        assert_eq!(self.config.attention, AttentionDirection::Causal, "only causal models have a cache");
         let cache = Cache::new(&self.config, self.weights, tokens, self.cache_dtype(), &self.positions.device());
         cache.planned(|layers| DecodePlan::new(self.decode_model()?, layers))
     }
 
-    /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.
+    /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`,
+    /// after the final norm.
     ///
     /// # Panics
-    /// If a row is longer than `context_length`.
+    /// If a row exceeds `context_length`.
     pub fn forward(&self, tokens: impl Into<Tokens<B>>) -> Tensor<B, 3> {
         let tokens = tokens.into();
         let [batch_size, seq_length] = self.dims(&tokens);
@@ -356,7 +367,7 @@ impl<B: Backend> Transformer<B> {
         reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model])
     }
 
-    /// `[batch_size, seq_length]` of what fits the context.
+    /// `[batch_size, seq_length]`, checked against the context.
     pub(crate) fn dims(&self, tokens: &Tokens<B>) -> [usize; 2] {
         let [batch_size, seq_length] = tokens.ids.dims();
         let context = self.config.context_length;
@@ -364,23 +375,26 @@ impl<B: Backend> Transformer<B> {
         [batch_size, seq_length]
     }
 
-    /// Reads more tokens of some rows of `cache`: one of each of the `decode` rows, which is on the device, `[rows]`, and any
-    /// number of each of the `prefill` rows. Gives the hidden states of each row's last token; those of `decode` come first. Of tokens that the cache has, nothing is computed again.
+    /// Processes new tokens of some rows of `cache`: one token, `[rows]` on the device, for each of
+    /// the `decode` rows, and any number for each of the `prefill` rows. Returns the hidden states
+    /// of each row's last token, those of `decode` first. Nothing that is in the cache is
+    /// recomputed.
     ///
     /// # Panics
-    /// If there is nothing to read, a row is not there or twice, it would grow beyond `context_length`, or the cache has no
-    /// pages for it: [`reserve`](Cache::reserve) them before.
+    /// If there are no tokens, a row does not exist or is listed twice, would exceed
+    /// `context_length`, or the cache lacks pages for it: [`reserve`](Cache::reserve) them first.
     pub fn step(
         &self,
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
-        self.step_drawing(decode, prefill, (None, StepsAhead::one()), false, cache)
+        self.step_drawing(decode, prefill, (None, MultiStep::one()), false, cache)
     }
 
-    /// [`step`](Self::step), and a token for each row as [`sample`](Self::sample) draws it: in one launch where the backend has one for
-    /// both. Together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    /// [`step`](Self::step) followed by [`sample`](Self::sample), in one launch if the backend
+    /// supports it. Returns the tokens and the logits, f32 `[rows, vocab_size]`, before biases and
+    /// penalties.
     ///
     /// # Panics
     /// As [`step`](Self::step) and [`sample`](Self::sample) do.
@@ -396,8 +410,8 @@ impl<B: Backend> Transformer<B> {
         (tokens, logits)
     }
 
-    /// [`next_tokens`](Self::next_tokens) of prompts, with the hidden states of all their tokens:
-    /// what log-probabilities of a prompt's own tokens are made of.
+    /// [`next_tokens`](Self::next_tokens) that also returns the hidden states of all prefill
+    /// tokens, for the log-probabilities of prompts.
     ///
     /// # Panics
     /// As [`next_tokens`](Self::next_tokens) does.
@@ -422,7 +436,7 @@ impl<B: Backend> Transformer<B> {
     ) -> NextTokens<B> {
         let greedy = rows.are_greedy();
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
-        let mut hidden = self.step_drawing(decode, prefill, (draw, StepsAhead::one()), prompt_states, cache);
+        let mut hidden = self.step_drawing(decode, prefill, (draw, MultiStep::one()), prompt_states, cache);
         let prompt_states = hidden.of_prompts.take();
         let (tokens, logits) = match hidden.predicted {
             Some(Predicted { logits, next, drawn, .. }) if drawn || greedy => {
@@ -434,45 +448,45 @@ impl<B: Backend> Transformer<B> {
         NextTokens { tokens, logits, prompt_states }
     }
 
-    /// [`next_tokens`](Self::next_tokens) of rows that read a token each, which is on the device, and then those that were drawn: as often as
-    /// the backend does that in one launch, once at the least and as often as `most` says at the most. Rows that read a token that ends their text
-    /// may keep it from then on.
+    /// Repeats [`next_tokens`](Self::next_tokens) for decode rows, feeding each sampled token to
+    /// the next step on the device: as many steps as the backend runs in one launch, at least one
+    /// and at most `most`. A row that reads one of its stop tokens may repeat it from then on.
     ///
     /// # Panics
     /// As [`next_tokens`](Self::next_tokens) does.
-    pub fn tokens_ahead(
+    pub fn decode_multi_step(
         &self,
         tokens: Tensor<B, 1, Int>,
         decoding: &[RowId],
-        most: StepsAhead<'_, B>,
+        most: MultiStep<'_, B>,
         rows: &SampledRows<B>,
         mut counts: Option<&mut TokenCounts<B>>,
         cache: &mut Cache<B>,
-    ) -> TokensAhead<B> {
+    ) -> MultiStepTokens<B> {
         let greedy = rows.are_greedy();
-        // A launch that leaves at once has no logits to draw from.
-        let ends = most.ends.filter(|_| cache.goes_ahead(decoding.len(), !greedy));
-        let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ends };
+        // A launch that exits early has no logits to sample from.
+        let stop_tokens = most.stop_tokens.filter(|_| cache.supports_multi_step(decoding.len(), !greedy));
+        let ahead = MultiStep { steps: cache.whole_steps(decoding, !greedy, most.steps), stop_tokens };
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
         let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), false, cache);
         match hidden.predicted {
             Some(Predicted { tokens, next, drawn, .. }) if drawn || greedy => {
                 assert_rows(rows, &next);
-                TokensAhead { tokens, last: next }
+                MultiStepTokens { tokens, last: next }
             }
             predicted => {
                 let last = self.sample(Hidden { predicted, ..hidden }, rows, counts, cache);
-                TokensAhead { tokens: last.clone().reshape([1, decoding.len()]), last }
+                MultiStepTokens { tokens: last.clone().reshape([1, decoding.len()]), last }
             }
         }
     }
 
-    /// [`step`](Self::step), which may draw, too, and so many steps of rows that read a token each.
+    /// [`step`](Self::step), optionally with sampling and with several decode steps.
     fn step_drawing(
         &self,
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
-        (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
+        (draw, ahead): (Option<StepDraw<'_, B>>, MultiStep<'_, B>),
         prompt_states: bool,
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
@@ -518,19 +532,19 @@ impl<B: Backend> Transformer<B> {
         if count == rows.len() {
             return Hidden { of_prompts, ..self.normalised(x).into() };
         }
-        let ends = rows.iter().scan(0, |end, (_, tokens)| {
+        let stop_tokens = rows.iter().scan(0, |end, (_, tokens)| {
             *end += tokens;
             Some(*end as i32 - 1)
         });
-        // In one axis first: what is uploaded as a matrix may have gaps behind a row.
-        let last = TensorData::new(ends.collect::<Vec<i32>>(), [rows.len()]);
+        // Flat first: an uploaded matrix may have padded rows.
+        let last = TensorData::new(stop_tokens.collect::<Vec<i32>>(), [rows.len()]);
         let last = Tensor::<B, 1, Int>::from_data(last, &device).reshape([1, rows.len()]);
         let last = embed(x, last, self.activations);
         Hidden { of_prompts, ..self.normalised(reshape(last, [rows.len(), self.config.d_model])).into() }
     }
 
-    /// [`step`](Self::step) of rows that read one token, and behind it that of `prefill`: the host makes the second ready while the device does the
-    /// first, which is one launch.
+    /// Runs the decode rows and then the prefill rows: the host prepares the second pass while the
+    /// device runs the first, a single launch.
     fn step_apart(
         &self,
         (tokens, decoding): (Tensor<B, 1, Int>, &[RowId]),
@@ -540,12 +554,12 @@ impl<B: Backend> Transformer<B> {
     ) -> Hidden<B> {
         let rows: Vec<RowId> = decoding.iter().chain(prefill.iter().map(|(row, _)| row)).copied().collect();
         let first = self.decode(tokens, decoding, cache);
-        let second = self.step_drawing(None, prefill, (None, StepsAhead::one()), prompt_states, cache);
-        cache.pass_was_of(rows);
+        let second = self.step_drawing(None, prefill, (None, MultiStep::one()), prompt_states, cache);
+        cache.join_passes(rows);
         Hidden { of_prompts: second.of_prompts, ..Tensor::cat(vec![first.states, second.states], 0).into() }
     }
 
-    /// [`step`](Self::step) for rows that read what is on the host.
+    /// [`step`](Self::step) for prefill rows only.
     ///
     /// # Panics
     /// As [`step`](Self::step) does.
@@ -553,8 +567,8 @@ impl<B: Backend> Transformer<B> {
         self.step(None, rows, cache)
     }
 
-    /// [`step`](Self::step) for rows that read one token more, which is on the device. Nothing goes there or comes from it,
-    /// unless a row needs a page that was not [reserved](Cache::reserve).
+    /// [`step`](Self::step) for decode rows only. Nothing is transferred, unless a row needs a page
+    /// that was not [reserved](Cache::reserve).
     ///
     /// # Panics
     /// As [`step`](Self::step) does.
@@ -562,10 +576,10 @@ impl<B: Backend> Transformer<B> {
         self.step(Some((tokens, rows)), &[], cache)
     }
 
-    /// The model as whole decode steps take it.
+    /// The model for fused decode steps.
     ///
     /// # Errors
-    /// What it has that these lack.
+    /// A feature of the model that these lack.
     fn decode_model(&self) -> Result<DecodeModel<B>, Declined> {
         let declined = |what: &str| Err(Declined::new(format!("whole steps are not for {what}")));
         let config = &self.config;
@@ -612,8 +626,8 @@ impl<B: Backend> Transformer<B> {
         })
     }
 
-    /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has
-    /// the tokens then, but does not count them yet.
+    /// The residual stream `[batch_size * seq_length, d_model]` after the last block. A cache has
+    /// stored the tokens then, but does not count them yet.
     fn residual_stream(&self, tokens: Tokens<B>, cache: Option<(CachedTokens<B>, &mut Cache<B>)>) -> Tensor<B, 2> {
         let _products = self.f32_products.enter();
         let (at, mut cache) = cache.unzip();
@@ -625,14 +639,15 @@ impl<B: Backend> Transformer<B> {
         x
     }
 
-    /// What enters the first block, `[batch_size * seq_length, d_model]`, and what all blocks of the pass share.
+    /// The input of the first block, `[batch_size * seq_length, d_model]`, and the state shared by
+    /// all blocks.
     pub(crate) fn begin(&self, tokens: Tokens<B>, cached: Option<CachedTokens<B>>) -> (Tensor<B, 2>, Pass<B>) {
         let _in_embedding = part("embedding");
         let pass = self.pass(&tokens, cached);
         (self.embedded(tokens, &pass), pass)
     }
 
-    /// What enters the first block of a pass.
+    /// The input of the first block of a pass.
     pub(crate) fn embedded(&self, tokens: Tokens<B>, pass: &Pass<B>) -> Tensor<B, 2> {
         let Tokens { ids, types, .. } = tokens;
         let [batch_size, seq_length] = ids.dims();
@@ -651,11 +666,11 @@ impl<B: Backend> Transformer<B> {
         if let Some((probability, key)) = pass.dropout {
             x = dropout(x, Dropout { probability, key: key.from_row(pass.tokens_before) });
         }
-        // From here on a row for each token, the same in all operations that work on tokens alone.
+        // From here on one row per token, as in all token-wise operations.
         reshape(x, [batch_size * seq_length, self.config.d_model])
     }
 
-    /// `x` after the last norm, where there is one.
+    /// `x` after the final norm, if there is one.
     pub(crate) fn normalised(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
         let _in_final_norm = part("final_norm");
         match &self.final_norm {
@@ -671,7 +686,12 @@ impl<B: Backend> Transformer<B> {
             Some(at) => at.positions().clone(),
             None => {
                 let positions = self.positions.clone().narrow(0, 0, seq_length);
-                positions.reshape([1, seq_length]).expand([batch_size, seq_length])
+                let positions = positions.reshape([1, seq_length]).expand([batch_size, seq_length]);
+                // Positions restart in each document of a packed row.
+                match &document_starts {
+                    Some(starts) => positions - starts.clone(),
+                    None => positions,
+                }
             }
         };
         let mask = |window| match (self.config.attention, &lengths, &document_starts) {
@@ -693,20 +713,20 @@ impl<B: Backend> Transformer<B> {
             rotary,
             seen: self.config.windows().into_iter().map(seen).collect(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
-            tokens_before: self.rows_before * seq_length,
+            tokens_before: self.tokens_before,
             n_heads: self.config.n_heads,
         }
     }
 
-    /// The same model with another vocabulary: token `i` begins with the embedding, and the row of the output projection, of the old
-    /// token `rows[i]`, or with the mean of all where there is none, or none that the model knows (Hewitt, 2021). Not for a
-    /// quantized model.
+    /// The same model with another vocabulary. Token `i` gets the embedding and the output row of
+    /// the old token `rows[i]`, or the mean of all rows if there is none (Hewitt, 2021). Not for
+    /// quantized models.
     pub fn with_vocabulary(mut self, rows: &[Option<u32>]) -> Self {
         self.weights = Weights::new();
         let old = self.config.vocab_size as u32;
         for matrix in std::iter::once(&mut self.embedding).chain(&mut self.head) {
             let (device, width) = (matrix.val().device(), matrix.val().dims()[1]);
-            // On the host, once: Burn's `select` is not to be relied on for all devices.
+            // Once on the host: Burn's `select` is not reliable on all devices.
             let table: Vec<f32> = matrix.val().into_data().iter::<f32>().collect();
             let mut mean = vec![0.0; width];
             for row in table.chunks_exact(width) {
@@ -754,24 +774,24 @@ impl<B: Backend> Transformer<B> {
     pub fn f32_logits(&self, states: Tensor<B, 2>) -> Tensor<B, 2> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
         let ([rows, _], device) = (states.dims(), states.device());
-        // The likeliest tokens come with them, and are not needed.
+        // The greedy tokens that come with them are not needed.
         let greedy = SampledRows::new(&vec![Sampling::greedy().into(); rows], &device);
         let positions = Tensor::zeros([rows], &device);
         head_sample_logits(states, self.head_weight(), &greedy, positions, None).1
     }
 
-    /// Mean cross entropy, `[1]` f32 nats, of the hidden states' predictions against `targets`
-    /// `[batch_size, seq_length]`, without ever holding all logits.
+    /// Mean cross entropy, `[1]` f32 in nats, of the hidden states' predictions for `targets`
+    /// `[batch_size, seq_length]`, without storing all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
         head_loss(hidden, self.head_weight(), targets, options)
     }
 
-    /// A token for each row, `[rows]`, drawn from the prediction of its hidden states, those of the last pass into `cache`. `counts`
-    /// are the texts of the rows that have lines in them.
+    /// Samples a token for each row, `[rows]`, from the hidden states of the last pass into
+    /// `cache`. `counts` has the token counts of rows with lines.
     ///
     /// # Panics
-    /// If there are not as many rows as hidden states, or a line is not there.
+    /// If the numbers of rows and hidden states differ, or a line does not exist.
     pub fn sample(
         &self,
         hidden: impl Into<Hidden<B>>,
@@ -791,7 +811,8 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases
+    /// and penalties.
     ///
     /// # Panics
     /// As [`sample`](Self::sample) does.
@@ -811,8 +832,16 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Panics unless there is a row for each hidden state, of which `tokens` are predicted.
+/// Panics unless there is a row for each hidden state.
 fn assert_rows<B: Backend>(rows: &SampledRows<B>, tokens: &Tensor<B, 1, Int>) {
     let ([states], rows) = (tokens.dims(), rows.count());
     assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
+}
+
+/// The linear layers of blocks, by their paths.
+fn linears_of<B: Backend>(blocks: &mut [Block<B>]) -> impl Iterator<Item = (String, &mut Linear<B>)> {
+    blocks
+        .iter_mut()
+        .enumerate()
+        .flat_map(|(layer, block)| block.linears_mut().map(|(path, linear)| (format!("blocks.{layer}.{path}"), linear)))
 }

@@ -3,10 +3,11 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::{self, File};
+use std::fs;
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Element, Float, FloatDType, Tensor, TensorData};
@@ -15,23 +16,27 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
-use fireclay_kernels::{Backend, Format, QuantizedWeight, upload, upload_pieces};
+use fireclay_kernels::{Backend, Format, HostWeight, QuantizedWeight, upload, upload_pieces};
 
+use crate::adapter::{LoraFiles, ModuleUpdate};
 use crate::config::{ConfigError, TransformerConfig};
 use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
+use crate::synced::write_synced;
 use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
 use crate::transformer::Transformer;
 
-const CONFIG: &str = "config.json";
-const WEIGHTS: &str = "model.safetensors";
+pub(crate) const CONFIG: &str = "config.json";
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 
 /// A folder with a model in it, or the GGUF file of one.
 #[derive(Clone, Debug)]
 pub struct ModelFolder {
     path: PathBuf,
+    /// Merged into the weights while they are read.
+    adapter: Option<Arc<LoraFiles>>,
 }
 
 /// What matrices are loaded as.
@@ -39,9 +44,12 @@ pub struct ModelFolder {
 pub enum MatrixDtype {
     /// Floats.
     Float(FloatDType),
-    /// Quantized: projections, the head and the embedding table, where the format stores rows of their length. Other
-    /// matrices are f32.
+    /// Quantized: projections, the head and the embedding table, where the format stores rows of
+    /// their length. Other matrices are f32.
     Quantized(Format),
+    /// As they are stored: blocks of GGUF files as blocks, and floats of 16 bits as such, in their own dtype where the
+    /// device has it. What is stored as other floats, and matrices with a part that is, are f32.
+    Stored,
 }
 
 impl From<FloatDType> for MatrixDtype {
@@ -59,7 +67,17 @@ impl From<Format> for MatrixDtype {
 impl ModelFolder {
     /// The folder or the GGUF file at `path`, of several parts the first; nothing is read yet.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into() }
+        Self { path: path.into(), adapter: None }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// With an adapter that is merged into the weights when they are read.
+    pub fn with_adapter(self, adapter: LoraFiles) -> Self {
+        Self { adapter: Some(Arc::new(adapter)), ..self }
     }
 
     /// Reads `config.json`, or the metadata of a GGUF file.
@@ -67,8 +85,21 @@ impl ModelFolder {
     /// # Errors
     /// If it is missing, damaged, or describes nothing that can be built.
     pub fn config(&self) -> Result<(Family, TransformerConfig), WeightsError> {
-        let Some(gguf) = self.gguf()? else { return self.parsed(&self.json()?) };
-        self.parsed(&gguf.config(&self.path)?.1)
+        let (family, mut config) = match self.gguf()? {
+            None => self.parsed(&self.json()?)?,
+            Some(gguf) => self.parsed(&gguf.config(&self.path)?.1)?,
+        };
+        // An adapter may bring new tokens.
+        if let Some(adapter) = &self.adapter {
+            let grown = adapter.vocab_size(family).filter(|size| *size != config.vocab_size);
+            config.vocab_size = grown.unwrap_or(config.vocab_size);
+            let changes = |name: Option<&str>| name.is_some_and(|name| adapter.update(name).is_some());
+            // A table that is the output projection, too, is changed for both only where new tokens come with it.
+            if changes(family.embedding_name()) != changes(family.head_name()) && grown.is_none() {
+                config.tied_embeddings = false;
+            }
+        }
+        Ok((family, config))
     }
 
     /// The keys of `config.json`, or of a GGUF file's metadata, that are passed over since nothing
@@ -98,6 +129,24 @@ impl ModelFolder {
         Ok(self.gguf()?.map(|gguf| gguf.metadata))
     }
 
+    /// How the model's matrices are stored, as messages call it, and the bytes that each way takes, the most first.
+    ///
+    /// # Errors
+    /// If a file is missing, truncated or damaged.
+    pub fn encodings(&self) -> Result<Vec<(String, u64)>, WeightsError> {
+        let files = match self.gguf()? {
+            Some(gguf) => gguf.files,
+            None => TensorFiles::open(&self.path)?,
+        };
+        let mut bytes = BTreeMap::<String, u64>::new();
+        for tensor in files.tensors().values().filter(|tensor| tensor.shape.len() == 2) {
+            *bytes.entry(tensor.encoding.name()).or_default() += tensor.bytes();
+        }
+        let mut bytes: Vec<_> = bytes.into_iter().collect();
+        bytes.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        Ok(bytes)
+    }
+
     fn gguf(&self) -> Result<Option<Gguf>, WeightsError> {
         self.is_gguf().then(|| Gguf::open(&self.path)).transpose()
     }
@@ -111,7 +160,7 @@ impl ModelFolder {
         WeightsError::Config { path, error }
     }
 
-    fn json(&self) -> Result<Value, WeightsError> {
+    pub(crate) fn json(&self) -> Result<Value, WeightsError> {
         let path = self.path.join(CONFIG);
         let text = fs::read_to_string(&path).map_err(|error| match gguf_instead(&self.path, CONFIG) {
             Some(reason) if error.kind() == ErrorKind::NotFound => self.wrong(reason),
@@ -130,14 +179,15 @@ impl ModelFolder {
     /// Reads the model onto `device`, its parameters as f32.
     ///
     /// # Errors
-    /// If a file is missing, truncated or damaged, or if tensors are missing, more, of another shape or of another kind
-    /// than the config says: the first few are named, before any is read.
+    /// If a file is missing, truncated or damaged, or if tensors are missing, more, of another
+    /// shape or of another kind than the config says: the first few are named, before any is read.
     pub fn load<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
         self.load_in(FloatDType::F32, &mut |_, _| {}, device)
     }
 
-    /// Reads the model onto `device`, its matrices as `dtype` or quantized, and its vectors as f32: for everything but
-    /// training. `progress` is told, as it goes on, how many bytes of how many are read.
+    /// Reads the model onto `device`, its matrices as `dtype` or quantized, and its vectors as f32:
+    /// for everything but training. `progress` is told, as it goes on, how many bytes of how many
+    /// are read.
     ///
     /// Tensors are read one after the other, so that the host holds one at a time.
     ///
@@ -154,7 +204,7 @@ impl ModelFolder {
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
-    /// dropout, its parameters as f32. Without `heads`, those for utterances are drawn from `seed`.
+    /// dropout, its matrices as `dtype`. Without `heads`, those for utterances are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -163,10 +213,20 @@ impl ModelFolder {
         config: &TransformerConfig,
         heads: bool,
         seed: u64,
+        dtype: impl Into<MatrixDtype>,
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, _) = self.config()?;
-        self.read(family, config, (!heads).then_some(seed), FloatDType::F32.into(), &mut |_, _| {}, device)
+        self.read(family, config, (!heads).then_some(seed), dtype.into(), &mut |_, _| {}, device)
+    }
+
+    /// The model for [`Transformer::with_lora`], its parameters as f32: of the adapter only the modules that it saves whole are merged.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_base<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
+        let adapter = self.adapter.as_ref().map(|adapter| Arc::new(adapter.saved_modules()));
+        Self { path: self.path.clone(), adapter }.load(device)
     }
 
     fn read<B: Backend>(
@@ -179,17 +239,7 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (files, names) = self.open(family)?;
-        // What is stored counts: an output projection of its own, whatever the config says of it.
-        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
-        let config = &match (table, head) {
-            // One of another shape is no such projection, and passed over.
-            (Some((_, table)), Some((_, head)))
-                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
-            {
-                TransformerConfig { tied_embeddings: false, ..config.clone() }
-            }
-            _ => config.clone(),
-        };
+        let config = &self.as_stored(&files, names, config)?;
         let blank = config.init_with(&mut Initializer::<B>::blank(device));
         let mut model = blank.map_err(|error| self.wrong_config(error))?;
         if fresh_heads.is_some() {
@@ -206,12 +256,48 @@ impl ModelFolder {
         let matrices = model.matrices_mut().map(|(path, _)| path).collect();
         let (path, quantized) = (Vec::new(), HashMap::new());
         let progress = &mut told;
-        let reader = Reader { files: &files, parts, dtype, progress, path, matrices, quantized, failure: None };
+        let reader =
+            Reader { folder: self, files: &files, parts, dtype, progress, path, matrices, quantized, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
         }
         Ok(model)
+    }
+
+    /// `config` with an output projection of its own where one is stored, whatever the config says of it.
+    fn as_stored(
+        &self,
+        files: &TensorFiles,
+        names: Names,
+        config: &TransformerConfig,
+    ) -> Result<TransformerConfig, WeightsError> {
+        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
+        Ok(match (table, head) {
+            // One of another shape is no such projection, and passed over.
+            (Some((_, table)), Some((_, head)))
+                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
+            {
+                TransformerConfig { tied_embeddings: false, ..config.clone() }
+            }
+            _ => config.clone(),
+        })
+    }
+
+    /// The stored tensors of all parameters, in order, and the config that they are of.
+    pub(crate) fn merged_parts<B: Backend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<(TensorFiles, TransformerConfig, Vec<Part>), WeightsError> {
+        let (family, config) = self.config()?;
+        let (files, names) = self.open(family)?;
+        let config = self.as_stored(&files, names, &config)?;
+        let blank = config.init_with(&mut Initializer::<B>::blank(device));
+        let model = blank.map_err(|error| self.wrong_config(error))?;
+        let mut parts = self.parts(&files, names, &config, &model)?;
+        let order = parameter_shapes(&model).into_iter().filter_map(|(path, _)| parts.remove(&path)).flatten();
+        let order = order.collect();
+        Ok((files, config, order))
     }
 
     /// A tensor that the folder has beyond the transformer's own, such as a head for
@@ -234,6 +320,11 @@ impl ModelFolder {
         Ok(Some((shape, values)))
     }
 
+    /// What the adapter, where there is one, does to the weight of a name.
+    pub(crate) fn update_of(&self, name: &str) -> Option<&ModuleUpdate> {
+        self.adapter.as_ref()?.update(name)
+    }
+
     /// Which stored tensors fill each parameter, after a check that they do.
     fn parts<B: Backend>(
         &self,
@@ -247,7 +338,7 @@ impl ModelFolder {
         let shapes: HashMap<String, Vec<usize>> = shapes.into_iter().collect();
         let mut parts: HashMap<String, Vec<Part>> = HashMap::new();
         let mut used = BTreeSet::new();
-        let mut problems = Vec::new();
+        let (mut problems, mut updated) = (Vec::new(), BTreeSet::new());
         let tensors = names.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
         for tensor in tensors {
             let mut found = stored_as(files.tensors(), &tensor.name);
@@ -255,15 +346,26 @@ impl ModelFolder {
             if found.is_none() && config.tied_embeddings && tensor.path == "embedding" {
                 found = names.head().and_then(|name| stored_as(files.tensors(), name));
             }
+            // An adapter unties them, but for one.
+            if found.is_none() && self.adapter.is_some() && tensor.path == "head" {
+                found = names.embedding().and_then(|name| stored_as(files.tensors(), name));
+            }
             let Some((name, stored)) = found else {
                 problems.push(format!("{} is missing", tensor.name));
                 continue;
             };
             used.insert(name);
-            match check(&tensor, stored, &shapes[&tensor.path]) {
+            let replaced = match self.update_of(&tensor.name) {
+                Some(ModuleUpdate::Replaced { shape, .. }) => Some(stored.clone().with_shape(shape.clone())),
+                _ => None,
+            };
+            match check(&tensor, replaced.as_ref().unwrap_or(stored), &shapes[&tensor.path]) {
                 None => {
-                    let stored = stored.clone().with_interleaved(tensor.interleaved);
-                    let part = Part { stored, transposed: tensor.transposed };
+                    let stored = replaced.unwrap_or_else(|| stored.clone()).with_interleaved(tensor.interleaved);
+                    let update = self.update_of(&tensor.name);
+                    updated.extend(update.is_some().then(|| tensor.name.clone()));
+                    let part =
+                        Part { name: tensor.name, stored, transposed: tensor.transposed, updated: update.is_some() };
                     parts.entry(tensor.path).or_default().push(part);
                 }
                 Some(problem) => problems.push(problem),
@@ -271,6 +373,11 @@ impl ModelFolder {
         }
         let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !names.ignores(name));
         problems.extend(unknown.map(|name| format!("{name} is not part of such a model")));
+        if let Some(adapter) = &self.adapter
+            && let Some(unknown) = adapter.weights().find(|name| !updated.contains(*name))
+        {
+            return Err(adapter.wrong(format!("it changes {unknown}, which {} does not have", self.path.display())));
+        }
         if problems.is_empty() {
             return Ok(parts);
         }
@@ -281,18 +388,19 @@ impl ModelFolder {
         Err(WeightsError::Weights { path: self.path.clone(), reason })
     }
 
-    /// Writes `config.json` and `model.safetensors` into the folder, which must exist, under the names that the hub
-    /// uses for the model's family. Each file is written beside, synced and renamed.
+    /// Writes `config.json` and `model.safetensors` into the folder, which must exist, under the
+    /// names that the hub uses for the model's family. Each file is written under a temporary name,
+    /// synced and renamed.
     ///
     /// # Errors
     /// If the file system refuses, or the model is quantized or has adapters.
     pub fn save<B: Backend>(&self, model: &Transformer<B>) -> Result<(), WeightsError> {
         if model.is_quantized() {
-            let reason = "a model that was loaded quantized cannot be saved".to_string();
+            let reason = "a quantized model cannot be saved".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         if model.has_adapters() {
-            let reason = "a model with adapters cannot be saved".to_string();
+            let reason = "a model with adapters is saved by an AdapterSaver".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         let config = model.config();
@@ -321,18 +429,6 @@ impl ModelFolder {
     fn wrong(&self, reason: String) -> WeightsError {
         WeightsError::Weights { path: self.path.clone(), reason }
     }
-}
-
-/// Writes a file beside `path`, syncs it and renames it over `path`.
-fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
-    let beside = path.with_extension("partial");
-    let written =
-        write(&beside).and_then(|()| File::open(&beside)?.sync_all()).and_then(|()| fs::rename(&beside, path));
-    written.map_err(|error| {
-        // The first error is the one to tell; what is left beside may not be there at all.
-        let _ = fs::remove_file(&beside);
-        WeightsError::Io { path: path.to_path_buf(), error }
-    })
 }
 
 /// How files name the tensors of a model.
@@ -373,12 +469,16 @@ impl Names {
 }
 
 /// A stored tensor that fills a parameter or some of its rows.
-struct Part {
-    stored: StoredTensor,
-    transposed: bool,
+pub(crate) struct Part {
+    pub(crate) name: String,
+    pub(crate) stored: StoredTensor,
+    pub(crate) transposed: bool,
+    /// Whether an adapter changes it.
+    updated: bool,
 }
 
-/// The stored tensor of a name, under which it may be with or without the prefix that some checkpoints have.
+/// The stored tensor of a name, under which it may be with or without the prefix that some
+/// checkpoints have.
 fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Option<(&'a String, &'a StoredTensor)> {
     let bare = OPTIONAL_PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
     let prefixed = || OPTIONAL_PREFIXES.iter().find_map(|prefix| stored.get_key_value(&format!("{prefix}{name}")));
@@ -407,6 +507,7 @@ fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<S
 
 /// Reads parameters one after the other.
 struct Reader<'a, B: Backend> {
+    folder: &'a ModelFolder,
     files: &'a TensorFiles,
     parts: HashMap<String, Vec<Part>>,
     /// Of matrices; vectors are f32.
@@ -416,7 +517,7 @@ struct Reader<'a, B: Backend> {
     /// Paths of the matrices that may be quantized.
     matrices: BTreeSet<String>,
     /// Those that are.
-    quantized: HashMap<String, QuantizedWeight<B>>,
+    quantized: HashMap<String, Vec<QuantizedWeight<B>>>,
     failure: Option<WeightsError>,
 }
 
@@ -427,8 +528,8 @@ impl<B: Backend> Reader<'_, B> {
             return Err(failure);
         }
         for (path, matrix) in model.matrices_mut() {
-            if let Some(weight) = self.quantized.remove(&path) {
-                matrix.store_quantized(weight);
+            if let Some(parts) = self.quantized.remove(&path) {
+                matrix.store_quantized(parts);
             }
         }
         Ok(model)
@@ -442,7 +543,8 @@ impl<B: Backend> Reader<'_, B> {
         shape: [usize; 2],
         device: &B::Device,
     ) -> Result<Result<QuantizedWeight<B>, TensorData>, WeightsError> {
-        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype));
+        let all =
+            |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype) && !part.updated);
         // As it is stored, which may be half the memory.
         if all(Dtype::BF16) {
             return self.quantized(format, parts, shape, bf16::ZERO, device);
@@ -469,6 +571,44 @@ impl<B: Backend> Reader<'_, B> {
         Ok(weight.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
     }
 
+    /// The parts of a matrix as they are stored, those of one format together. None where one of them is in no format.
+    fn read_stored(
+        &mut self,
+        parts: &[Part],
+        columns: usize,
+        device: &B::Device,
+    ) -> Result<Option<Vec<QuantizedWeight<B>>>, WeightsError> {
+        let format = |part: &Part| {
+            let format = part.stored.encoding.format().filter(|_| !part.transposed);
+            format.and_then(|format| Some((format, format.layout(columns)?.words)))
+        };
+        let Some(formats) = parts.iter().map(format).collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let parts: Vec<_> = formats.into_iter().zip(parts).collect();
+        let mut weights = Vec::new();
+        for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
+            let [((format, words_each), _), ..] = *alike else { continue };
+            let rows = alike.iter().map(|(_, part)| part.stored.shape[0]).sum();
+            let mut words = vec![0; rows * words_each];
+            let mut rest = &mut words[..];
+            for (_, part) in alike {
+                let (own, behind) = rest.split_at_mut(part.stored.shape[0] * words_each);
+                self.files.read_rows(&part.stored, words_each, own, self.progress)?;
+                rest = behind;
+            }
+            let host = HostWeight { format, shape: [rows, columns], words, scales: Vec::new(), device: device.clone() };
+            weights.push(QuantizedWeight::stored(host)?);
+        }
+        Ok(Some(weights))
+    }
+
+    /// The dtype that all parts have and the device, too, if it is one of 16 bits.
+    fn common_half(&self, parts: &[Part], device: &B::Device) -> Option<FloatDType> {
+        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype));
+        let halves = [(Dtype::F16, FloatDType::F16), (Dtype::BF16, FloatDType::BF16)];
+        let half = halves.into_iter().find(|(dtype, _)| all(*dtype)).map(|(_, half)| half);
+        half.filter(|half| B::supports_dtype(device, DType::from(*half)))
+    }
+
     /// The values of a parameter on the device, in one row.
     fn read(&mut self, parts: &[Part], shape: &[usize], device: &B::Device) -> Result<Tensor<B, 1>, WeightsError> {
         match self.dtype {
@@ -485,6 +625,10 @@ impl<B: Backend> Reader<'_, B> {
         zero: T,
         device: &B::Device,
     ) -> Result<Tensor<B, 1>, WeightsError> {
+        if parts.iter().any(|part| part.updated) {
+            let values = self.values(parts, shape, 0f32)?.into_iter().map(T::of).collect();
+            return Ok(upload::<B, Float>(TensorData::new::<T, _>(values, shape), device)?);
+        }
         if parts.iter().any(|part| part.transposed) {
             return Ok(upload::<B, Float>(TensorData::new(self.values(parts, shape, zero)?, shape), device)?);
         }
@@ -497,9 +641,20 @@ impl<B: Backend> Reader<'_, B> {
     fn values<T: Stored>(&mut self, parts: &[Part], shape: &[usize], zero: T) -> Result<Vec<T>, WeightsError> {
         let mut values = vec![zero; shape.iter().product()];
         let mut rest = &mut values[..];
-        for Part { stored, transposed } in parts {
+        for Part { name, stored, transposed, .. } in parts {
             let (own, behind) = rest.split_at_mut(stored.shape.iter().product());
-            self.files.read(stored, *transposed, own, self.progress)?;
+            if !matches!(self.folder.update_of(name), Some(ModuleUpdate::Replaced { .. })) {
+                self.files.read(stored, *transposed, own, self.progress)?;
+            }
+            if let (Some(update), Some(adapter)) = (self.folder.update_of(name), &self.folder.adapter) {
+                let mut shape = stored.shape.clone();
+                if *transposed {
+                    shape.reverse();
+                }
+                let mut updated: Vec<f32> = own.iter().map(|value| value.value()).collect();
+                update.apply(&mut updated, &shape).map_err(|reason| adapter.wrong(format!("{name} {reason}")))?;
+                own.iter_mut().zip(updated).for_each(|(own, value)| *own = T::of(value));
+            }
             rest = behind;
         }
         Ok(values)
@@ -516,11 +671,25 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
             (MatrixDtype::Quantized(format), &[rows, columns]) if self.matrices.contains(&path) => {
                 match self.read_quantized(format, &parts, [rows, columns], &device) {
                     Ok(Ok(weight)) => {
-                        self.quantized.insert(path, weight);
+                        self.quantized.insert(path, vec![weight]);
                         return param;
                     }
                     Ok(Err(floats)) => upload::<B, Float>(floats, &device).map_err(WeightsError::from),
                     Err(failure) => Err(failure),
+                }
+            }
+            (MatrixDtype::Stored, &[_, columns]) if self.matrices.contains(&path) => {
+                match self.common_half(&parts, &device) {
+                    Some(FloatDType::F16) => self.read_as(&parts, shape.as_slice(), f16::ZERO, &device),
+                    Some(_) => self.read_as(&parts, shape.as_slice(), bf16::ZERO, &device),
+                    None => match self.read_stored(&parts, columns, &device) {
+                        Ok(Some(weights)) => {
+                            self.quantized.insert(path, weights);
+                            return param;
+                        }
+                        Ok(None) => self.read(&parts, shape.as_slice(), &device),
+                        Err(failure) => Err(failure),
+                    },
                 }
             }
             (_, shape) => self.read(&parts, shape, &device),
@@ -543,7 +712,8 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
     }
 }
 
-/// A parameter's part as it is saved, f32: read from the device when it is written, so that the host holds one at a time.
+/// A parameter's part as it is saved, f32: read from the device when it is written, so that the
+/// host holds one at a time.
 struct SavedTensor<'a, B: Backend> {
     tensor: HubTensor,
     /// On the hub.
@@ -586,8 +756,9 @@ impl<B: Backend> View for SavedTensor<'_, B> {
 /// Values that are read from a device at a time.
 const CHUNK: usize = 1 << 18;
 
-/// Reads a range of a tensor as f32 in chunks and hands each chunk's little-endian bytes to `take`, with the offset of its first
-/// value in the range, so that the host holds no second copy of a large tensor.
+/// Reads a range of a tensor as f32 in chunks and hands each chunk's little-endian bytes to `take`,
+/// with the offset of its first value in the range, so that the host holds no second copy of a
+/// large tensor.
 pub fn f32_chunks<B: Backend>(values: &Tensor<B, 1>, range: Range<usize>, mut take: impl FnMut(usize, &[u8])) {
     for begin in range.clone().step_by(CHUNK) {
         let chunk = values.clone().narrow(0, begin, CHUNK.min(range.end - begin)).cast(DType::F32);

@@ -1,4 +1,4 @@
-//! Host memory that a training step takes with checkpoints, and the gradients that it gives.
+//! Host memory of a training step with checkpoints, and its gradients.
 
 use burn::backend::{Autodiff, NdArray};
 use burn::module::{Module, ModuleVisitor, Param};
@@ -14,7 +14,7 @@ static ALLOCATED: PeakAlloc = PeakAlloc;
 type B = Autodiff<NdArray>;
 type Gradients = <B as AutodiffBackend>::Gradients;
 
-/// The gradients of a model's parameters; nothing of one that has none.
+/// The gradients of a model's parameters; none for those without one.
 fn by_parameter(model: &Transformer<B>, gradients: Gradients) -> Vec<Vec<f32>> {
     struct Taker {
         gradients: Gradients,

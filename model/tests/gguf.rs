@@ -1,5 +1,5 @@
-//! Host memory that GGUF files take: good ones a piece at a time, and damaged ones, each of which
-//! is an error or a model, no more than the file could fill.
+//! Host memory for GGUF files: valid ones a piece at a time; damaged ones, each of which gives an
+//! error or a model, no more than the file could fill.
 
 use std::fs;
 use std::path::Path;
@@ -14,10 +14,10 @@ static PEAK: PeakAlloc = PeakAlloc;
 
 type B = NdArray;
 
-/// Held by the test that measures.
+/// Held by the measuring test.
 static MEASURED: Mutex<()> = Mutex::new(());
 
-/// Bytes that reading any of the small files here takes at the most.
+/// Maximum bytes to read any of the small files here.
 const ROOM: usize = 64 << 20;
 
 fn golden(name: &str) -> Vec<u8> {
@@ -25,7 +25,7 @@ fn golden(name: &str) -> Vec<u8> {
     fs::read(path).expect("a golden file")
 }
 
-/// What comes of a file, after a check that it took no more than [`ROOM`].
+/// The result of a file, after a check that it took no more than [`ROOM`].
 fn read(path: &Path, bytes: &[u8], what: &str) -> Result<(), String> {
     fs::write(path, bytes).expect("writable");
     PEAK.reset_peak_usage();
@@ -55,8 +55,7 @@ fn damaged_files_are_errors_and_take_no_memory() {
             assert!(message.contains("truncated"), "{what}: {message}");
         }
         let header = whole.windows(4).rposition(|window| window == b"ight").expect("the last tensor's name") + 64;
-        // What a model's tables of positions take is not the file's to say but within bounds, which
-        // are far above these.
+        // A model's position tables are bounded independently of the file, far above these sizes.
         let context = whole.windows(14).position(|window| window == b"context_length").expect("a key") + 14 + 4;
         let mut errors = 0;
         for at in (0..header).filter(|at| !(context..context + 4).contains(at)) {
@@ -101,8 +100,8 @@ fn absurd_counts_are_refused_before_anything_is_allocated() {
     }
 }
 
-/// A file of a Llama of one block whose embedding table alone has a size: the table in Q8_0, all
-/// else in F32, all of it zero.
+/// A file of a one-block Llama in which only the embedding table has a size: the table in Q8_0, all
+/// else in F32, all zeros.
 fn zeros(path: &Path, vocab: u64, d: u64) {
     let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
     let mut keys = [text("general.architecture"), 8u32.to_le_bytes().to_vec(), text("llama")].concat();

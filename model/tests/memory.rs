@@ -1,4 +1,4 @@
-//! Host memory that saving takes.
+//! Host memory for saving.
 
 use burn::backend::NdArray;
 use fireclay_model::{ModelFolder, Transformer, TransformerConfig, named_parameters};
@@ -20,6 +20,6 @@ fn saving_takes_no_more_memory_than_for_the_largest_tensor() {
     let before = ALLOCATED.current_usage();
     ModelFolder::new(folder.path()).save(&model).expect("writable");
     let more = ALLOCATED.peak_usage() - before;
-    // A chunk of values on its way, and the file's buffer.
+    // A chunk of values in transfer, and the file's buffer.
     assert!(more <= largest + (3 << 20), "{more} bytes more, where the largest tensor has {largest}");
 }

@@ -1,4 +1,4 @@
-//! Beside an earlier run, and beside a peer program in the same run.
+//! Comparison with an earlier run, and with a peer program in the same run.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,31 +14,31 @@ use crate::failure::Failure;
 pub struct Earlier {
     /// What was measured.
     pub what: String,
-    /// With what.
+    /// The case.
     pub case: String,
-    /// In which unit.
+    /// The unit.
     pub unit: String,
-    /// The value, the least and the most; all the same where one alone is told.
+    /// Value, minimum and maximum; all the same if only one value is given.
     pub values: [f64; 3],
 }
 
-/// A measurement beside an earlier one.
+/// A measurement compared with an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Comparison {
-    /// How many times as fast as then.
+    /// Speed relative to the earlier run.
     pub speed: f64,
-    /// Whether the repeats of then and of now overlap, so that it may be chance.
+    /// Whether the ranges of both runs overlap, so that the difference may be noise.
     pub noise: bool,
 }
 
-/// A measurement beside a peer's.
+/// A measurement compared with a peer's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ratio {
-    /// What the peer calls its case.
+    /// The peer's case.
     pub peer: String,
     /// The peer's value.
     pub value: f64,
-    /// How many times as fast as the peer.
+    /// Speed relative to the peer.
     pub speed: f64,
 }
 
@@ -71,12 +71,12 @@ pub fn read_lines(path: &Path) -> Result<Vec<Earlier>, Failure> {
     let text = std::fs::read_to_string(path).map_err(Failure::io(path))?;
     let found = lines(&text);
     match found.is_empty() {
-        true => Err(Failure::new(format!("{}: no lines of `fireclay bench --json` in it", path.display()))),
+        true => Err(Failure::new(format!("{}: no output of `fireclay bench --json`", path.display()))),
         false => Ok(found),
     }
 }
 
-/// How a measurement does beside the one of the same name in an earlier run, where there is one.
+/// Compares with the measurement of the same name in an earlier run, if any.
 pub fn compare(now: &Measurement, earlier: &[Earlier]) -> Option<Comparison> {
     let then =
         earlier.iter().find(|then| (&*then.what, &*then.case, &*then.unit) == (&*now.what, &*now.case, now.unit))?;
@@ -85,14 +85,14 @@ pub fn compare(now: &Measurement, earlier: &[Earlier]) -> Option<Comparison> {
     Some(Comparison { speed, noise: now.min <= max && min <= now.max })
 }
 
-/// How many times as fast `ours` is as `theirs`.
+/// Speed of `ours` relative to `theirs`.
 fn speed(ours: f64, theirs: f64, unit: &str) -> Option<f64> {
     let ratio = if more_is_better(unit) { ours / theirs } else { theirs / ours };
     ratio.is_finite().then_some(ratio)
 }
 
 impl Comparison {
-    /// In words.
+    /// As text.
     pub fn to_text(self) -> String {
         match self {
             Self { speed, noise: true } => format!("{speed:.3} of the earlier run, within noise"),
@@ -102,7 +102,8 @@ impl Comparison {
     }
 }
 
-/// Runs a peer program by the shell, and takes the JSON lines with "what", "case", "value" and "unit" that it prints.
+/// Runs a peer program in a shell and parses the JSON lines with "what", "case", "value" and "unit"
+/// that it prints.
 ///
 /// # Errors
 /// If it cannot be run, fails, or prints none.
@@ -119,8 +120,8 @@ pub fn run_peer(command: &str) -> Result<Vec<Earlier>, Failure> {
     }
 }
 
-/// The peer's measurements of the same thing, and how ours does beside them: of the same `what` and unit, and with every
-/// word of our case in theirs. Where the peer was run several times, the median of its values counts.
+/// The peer's measurements of the same thing, with ratios: the same `what` and unit, and every word
+/// of our case in theirs. Of several peer runs, the median counts.
 pub fn peer_ratios(ours: &Measurement, peer: &[Earlier]) -> Vec<Ratio> {
     let words =
         |case: &str| case.split([' ', ',']).filter(|word| !word.is_empty()).map(str::to_lowercase).collect::<Vec<_>>();
@@ -146,7 +147,7 @@ pub fn peer_ratios(ours: &Measurement, peer: &[Earlier]) -> Vec<Ratio> {
 }
 
 impl Ratio {
-    /// In words.
+    /// As text.
     pub fn to_text(&self) -> String {
         format!("{:.2} of {}, which has {}", self.speed, self.peer, shown(self.value))
     }

@@ -1,11 +1,11 @@
-//! Decoding, in tokens a second, and reading a prompt; weights are drawn at random.
+//! Decode and prefill throughput, with random weights.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
-use fireclay_kernels::{Backend, Download, Format, SampledRow, SampledRows, Sampling, StepsAhead, download_int};
+use fireclay_kernels::{Backend, Download, Format, MultiStep, SampledRow, SampledRows, Sampling, download_int};
 use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
@@ -15,24 +15,24 @@ use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::precision::{CachePrecision, Precision};
 
-/// Tokens that are written before the clock starts, and those that it times, as the peer has them.
+/// Tokens before timing starts, and timed tokens, as in the peer.
 const BEFORE: usize = 22;
 pub(super) const TIMED: usize = 128;
-/// Where the last of these stands at the least.
+/// Default position of the last timed token.
 pub(super) const LAST: usize = BEFORE + TIMED;
-/// Steps of which the tokens are read together, where they cannot be brought beside the next step.
+/// Steps whose tokens are read together, on devices where a read blocks.
 const READ_STEPS: usize = 16;
-/// Tokens of the prompt whose reading is timed.
+/// Tokens of the timed prompt.
 const PROMPT: usize = 2048;
-/// Prompts that are read together, and the tokens of each: on a device of its own, and on the CPU.
+/// Number and length of prompts in a prefill batch: on a GPU, and on the CPU.
 const PROMPTS: [usize; 2] = [32, 512];
 const CPU_PROMPTS: [usize; 2] = [8, 64];
 
-/// Decoding with some sizes, each case told to `show` as soon as it is measured.
+/// Decoding with some sizes; `show` receives each case when measured.
 pub struct DecodeBench<S> {
-    /// What is asked for.
+    /// The options.
     pub options: BenchOptions,
-    /// Told of each measurement.
+    /// Receives each measurement.
     pub show: S,
 }
 
@@ -72,7 +72,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
                         _ => format!("B={batch_size}{at} {case}"),
                     };
                     let measured = Measurement::new(what, case, "tokens/s", values);
-                    // Each weight is read once a step; the copy reads and writes.
+                    // Each weight is read once per step; the copy reads and writes.
                     let floor = bytes as f64 / ceilings.bytes_per_second;
                     let share = floor * measured.value / batch_size as f64;
                     (self.show)(measured.of(share, "a copy's speed, by the weights alone"))?;
@@ -93,10 +93,10 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
     }
 }
 
-/// A decoder by name, of weights drawn at random.
+/// A named decoder with random weights.
 pub(super) struct Drawn<B: Backend> {
     pub(super) model: Transformer<B>,
-    /// Bytes that a step reads of it.
+    /// Bytes of weights read per step.
     bytes: usize,
     /// The dtype's name.
     pub(super) dtype: String,
@@ -113,12 +113,13 @@ impl<B: Backend> Drawn<B> {
         let mut cast = Cast { dtype, bytes: 0 };
         let model = config.init::<B>(1, device)?.map(&mut cast).with_activations(dtype);
         let model = model.with_f32_products(options.products());
-        // Of an embedding table of its own a step reads a row.
+        // Of a separate embedding table, a step reads one row.
         let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
         let bytes = cast.bytes - table * model.embedding.val().dtype().size();
         let int8 = options.precision == Some(Precision::Int8);
         let (model, bytes, dtype) = if int8 {
-            // A byte for each number, and a scale of four for each row, which is no more than a hundredth of that.
+            // One byte per weight, and four per row for its scale, which is at most a hundredth of
+            // that.
             let model = model
                 .with_quantized_matrices(Format::Int8)
                 .map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
@@ -139,7 +140,7 @@ fn top_k_top_p() -> Sampling {
     Sampling::greedy().with_temperature(0.8).with_top_k(Some(50)).with_top_p(Some(0.9))
 }
 
-/// Puts matrices in a dtype, and counts the bytes of what a step reads.
+/// Converts matrices to a dtype, and counts the bytes read per step.
 struct Cast {
     dtype: FloatDType,
     bytes: usize,
@@ -170,7 +171,8 @@ fn read(on_the_way: &mut VecDeque<Download>, left: usize) -> Result<(), Failure>
     Ok(())
 }
 
-/// Seconds of a step of rows that draw in these ways, each time over [`TIMED`] of them, the last of which is at `position`.
+/// Seconds per step with these sampling parameters, several times over [`TIMED`] steps, the last of
+/// which is at `position`.
 pub(super) fn decode<B: Backend>(
     model: &Transformer<B>,
     rows: &[Sampling],
@@ -184,13 +186,13 @@ pub(super) fn decode<B: Backend>(
     let prompt = vec![1; (position + 1).saturating_sub(LAST).max(1)];
     let tokens = prompt.len() + BEFORE + TIMED;
     let mut seconds = Vec::new();
-    // The first time compiles.
+    // The first run compiles kernels.
     for _ in 0..repeats + 1 {
         let mut cache = model.cache(batch_size * tokens.next_multiple_of(PAGE_TOKENS));
         let rows: Vec<RowId> = (0..batch_size).map(|_| cache.add_row()).collect();
         for row in &rows {
             cache.reserve(*row, tokens).map_err(|full| Failure::new(full.to_string()))?;
-            // One after the other: together, long ones would take much memory.
+            // One by one: together, long prompts would need much memory.
             if prompt.len() > 1 {
                 model.prefill(&[(*row, &prompt[1..])], &mut cache);
             }
@@ -207,12 +209,12 @@ pub(super) fn decode<B: Backend>(
                 begun = Instant::now();
             }
             let most = if step < BEFORE { BEFORE - step } else { BEFORE + TIMED - step };
-            let most = StepsAhead { steps: most, ends: None };
-            let ahead = model.tokens_ahead(next, &rows, most, &sampled, None, &mut cache);
+            let most = MultiStep { steps: most, stop_tokens: None };
+            let ahead = model.decode_multi_step(next, &rows, most, &sampled, None, &mut cache);
             step += ahead.tokens.dims()[0];
             next = ahead.last;
             on_the_way.push_back(download_int(ahead.tokens));
-            // As generation does it: beside the next step, or of several steps together.
+            // As in generation: overlapped with the next step, or several steps at once.
             if B::downloads_at_once() {
                 read(&mut on_the_way, 1)?;
             } else if on_the_way.len() == READ_STEPS {
@@ -227,7 +229,7 @@ pub(super) fn decode<B: Backend>(
     Ok(seconds)
 }
 
-/// Seconds to read prompts together and draw the token after each.
+/// Seconds to prefill prompts together and sample a token after each.
 fn prefill<B: Backend>(
     model: &Transformer<B>,
     prompts: usize,

@@ -1,5 +1,5 @@
-//! Every operation, forward and backward, as a share of what the hardware allows for the bytes that it has to move and the
-//! products that it has to compute.
+//! Every operation, forward and backward, as a share of the hardware's limits for the bytes it must
+//! move and the products it must compute.
 
 use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{
@@ -58,7 +58,7 @@ const GPU: Scale = Scale {
     attention: &[[16, 12, 1024, 64], [64, 12, 1024, 64], [4, 16, 4096, 128], [1, 16, 16384, 128]],
 };
 
-/// A processor's.
+/// For a CPU.
 const CPU: Scale = Scale {
     rows: 2048,
     width: 384,
@@ -71,11 +71,11 @@ const CPU: Scale = Scale {
     attention: &[[4, 6, 256, 64]],
 };
 
-/// All operations in one dtype, each told to `show` as soon as it is measured.
+/// All operations in one dtype; `show` receives each case when measured.
 pub struct KernelBench<S> {
-    /// What is asked for; sizes are the device's own.
+    /// The options; sizes depend on the device.
     pub options: BenchOptions,
-    /// Told of each measurement.
+    /// Receives each measurement.
     pub show: S,
 }
 
@@ -106,7 +106,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for KernelBench<S> 
 struct Bench<B: Backend, S> {
     device: B::Device,
     dtype: DType,
-    /// Of the dtype, or of how it is multiplied.
+    /// The dtype, or how f32 is multiplied.
     name: &'static str,
     ceilings: Ceilings,
     repeats: usize,
@@ -114,7 +114,7 @@ struct Bench<B: Backend, S> {
 }
 
 impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
-    /// Calls `op`, which moves `bytes`: gigabytes a second.
+    /// Measures `op`, which moves `bytes`, in GB/s.
     fn moves<T>(&mut self, name: &str, case: String, bytes: usize, mut op: impl FnMut() -> T) -> Result<(), Failure> {
         let seconds = seconds::<B, T>(&self.device, self.repeats, || Ok(op()))?;
         let values = seconds.iter().map(|seconds| bytes as f64 / seconds / 1e9).collect();
@@ -123,7 +123,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         (self.show)(measured.of(share, "a copy"))
     }
 
-    /// Calls `op`, which computes `flops`: TFLOP/s.
+    /// Measures `op`, which computes `flops`, in TFLOP/s.
     fn computes<T>(&mut self, name: &str, case: String, flops: f64, mut op: impl FnMut() -> T) -> Result<(), Failure> {
         let seconds = seconds::<B, T>(&self.device, self.repeats, || Ok(op()))?;
         let values = seconds.iter().map(|seconds| flops / seconds / 1e12).collect();
@@ -149,12 +149,12 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         Tensor::from_data(TensorData::new((0..rows).map(draw).collect::<Vec<_>>(), [rows]), &self.device)
     }
 
-    /// What each operation pays while nothing is recorded.
+    /// The overhead of the recorder while nothing is recorded.
     fn recorder_off(&mut self) -> Result<(), Failure> {
         let x = self.weights([2, 2]);
         let name = || std::hint::black_box("nothing");
         let seconds = seconds::<B, ()>(&self.device, self.repeats, || {
-            // Many at once, or the clock would be what is measured.
+            // Many at once, since one is shorter than the clock's resolution.
             (0..1000).for_each(|_| drop(recorder::op(name(), || vec![recorder::operand(&x)])));
             Ok(())
         })?;
@@ -201,7 +201,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         self.moves("dropout", case(), 2 * once, || dropout(x.clone(), kept))
     }
 
-    /// Matrix products, alone and as a feed-forward layer has them.
+    /// Matrix products, alone and in a feed-forward layer.
     fn products(&mut self, scale: &Scale) -> Result<(), Failure> {
         let dtype = self.name;
         for [m, k, n] in scale.products {
@@ -288,7 +288,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
             let qkv = self.random([*batch_size, *seq_length, packed.width()]);
             let grad = self.random([*batch_size, *seq_length, *heads, *head_dim]);
             let (mask, options) = (AttentionMask::Causal { window: None }, AttentionOptions::new(*head_dim));
-            // Half of the scores are hidden.
+            // Half of the scores are masked.
             let product = (batch_size * heads * seq_length * seq_length * head_dim) as f64;
             let case = || format!("{batch_size}x{heads}x{seq_length}x{head_dim}");
             self.computes("attention forward causal", case(), 2.0 * product, || {
@@ -310,7 +310,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         Ok(())
     }
 
-    /// The two ends of a language model.
+    /// Embedding, and output head with loss or sampling.
     fn vocabulary(&mut self, scale: &Scale) -> Result<(), Failure> {
         let Scale { sequences, seq_length, heads, vocabulary, .. } = *scale;
         let (rows, d_model, size) = (sequences * seq_length, heads * 64, self.dtype.size());
@@ -350,7 +350,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
             loss(HeadLossWanted::Both)
         })?;
 
-        // A head 2,560 wide over GPT-2's vocabulary, as decoders have them.
+        // A head of width 2,560 over GPT-2's vocabulary, as in decoders.
         let sampling = Sampling::greedy().with_temperature(0.8).with_top_k(Some(50)).with_top_p(Some(0.9));
         let weight = self.random([50_257, 2560]);
         for rows in [1, 32] {
@@ -371,7 +371,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         Ok(())
     }
 
-    /// One step over as many parameters as a model has, in matrices of a few million.
+    /// One optimizer step over a model's number of parameters, in matrices of a few million.
     fn parameters(&mut self, scale: &Scale) -> Result<(), Failure> {
         const MATRIX: usize = 2_359_296;
         let adamw = AdamW {
@@ -392,7 +392,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
             copy: (self.dtype != DType::F32).then(|| self.random([MATRIX])),
         };
         let mut parameters: Vec<AdamWParameter<B>> = (0..scale.parameters.div_ceil(MATRIX)).map(parameter).collect();
-        // The gradient twice, value and moments read and written, the copy written.
+        // The gradient read twice, value and moments read and written, the copy written.
         let copy = if self.dtype == DType::F32 { 0 } else { self.dtype.size() };
         let bytes = parameters.len() * MATRIX * (4 * 8 + copy);
         let case = format!("{} parameters", parameters.len() * MATRIX);

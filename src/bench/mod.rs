@@ -1,5 +1,5 @@
-//! How fast it is: training, decoding and single operations, repeated, beside the hardware's ceilings and a peer program.
-//! Nothing here needs a file: weights and data are drawn at random.
+//! Benchmarks: training, decoding and single operations, repeated and compared with the hardware's
+//! limits and a peer program. They need no files: weights and data are random.
 
 mod compare;
 mod decode;
@@ -23,28 +23,28 @@ pub use train::TrainBench;
 use crate::failure::Failure;
 use crate::precision::{CachePrecision, Precision};
 
-/// What can be asked of every benchmark.
+/// Options of every benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchOptions {
-    /// Sizes by name; the benchmark's own where there are none.
+    /// Sizes by name; empty for the benchmark's defaults.
     pub sizes: Vec<String>,
-    /// Rows in place of the size's own.
+    /// Batch size, instead of the size's own.
     pub batch: Option<usize>,
-    /// Tokens of a row in place of the size's own.
+    /// Sequence length, instead of the size's own.
     pub length: Option<usize>,
-    /// Where the last token stands that is timed in decoding.
+    /// Position of the last timed token when decoding.
     pub position: Option<usize>,
-    /// Dtype in place of the size's own.
+    /// Dtype, instead of the size's own.
     pub precision: Option<Precision>,
-    /// What the cache keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
-    /// How often each case is measured.
+    /// Number of measurements per case.
     pub repeats: usize,
-    /// The device's name, for its datasheet.
+    /// The device's name, to look up its datasheet.
     pub device: String,
-    /// TFLOP/s of its matrix products, in place of the datasheet's.
+    /// TFLOP/s of its matrix products, instead of the datasheet's.
     pub peak: Option<f64>,
-    /// Settings of the recipes that are trained, in place of their own, `KEY=VALUE`.
+    /// Recipe settings of trained models, `KEY=VALUE`.
     pub settings: Vec<String>,
 }
 
@@ -55,34 +55,34 @@ impl BenchOptions {
     }
 }
 
-/// A case, measured several times.
+/// The measurements of a case.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measurement {
     /// What was measured: `train gpt2-124m`.
     pub what: String,
-    /// With what: `B=16 T=1024`.
+    /// The case: `B=16 T=1024`.
     pub case: String,
     /// `tokens/s`, `ms`, `GB/s`, `TFLOP/s`, `GB`.
     pub unit: &'static str,
     /// Median of the repeats.
     pub value: f64,
-    /// The least of them.
+    /// The minimum.
     pub min: f64,
-    /// The most of them.
+    /// The maximum.
     pub max: f64,
-    /// All of them, in order of size.
+    /// All values, sorted.
     pub values: Vec<f64>,
-    /// Share of what the hardware allows, 0 to 1, and which of its ceilings that is, where it is known.
+    /// Share of the hardware's limit, 0 to 1, and the name of that limit, where known.
     pub ceiling: Option<(f64, &'static str)>,
 }
 
-/// Whether more of a unit is better.
+/// Whether higher is better for a unit.
 pub fn more_is_better(unit: &str) -> bool {
     !matches!(unit, "ms" | "us" | "s" | "GB")
 }
 
 impl Measurement {
-    /// Of several values.
+    /// From several values.
     pub fn new(what: impl Into<String>, case: impl Into<String>, unit: &'static str, mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
         let middle = values.len() / 2;
@@ -95,22 +95,22 @@ impl Measurement {
         Self { what: what.into(), case: case.into(), unit, value, min, max, values, ceiling: None }
     }
 
-    /// With the repeats of another measurement of the same case.
+    /// Adds the repeats of another measurement of the same case.
     pub fn joined(self, other: Self) -> Self {
         let share = self.ceiling;
         let joined = Self::new(self.what, self.case, self.unit, [self.values, other.values].concat());
-        // The share follows the value; a time's falls as it grows.
+        // The share is proportional to the value, inversely for a time.
         let ratio = if more_is_better(self.unit) { joined.value / self.value } else { self.value / joined.value };
         Self { ceiling: share.map(|(share, name)| (share * ratio, name)), ..joined }
     }
 
-    /// With the share of a ceiling that it reaches.
+    /// Sets the share of a limit that it reaches.
     pub fn of(mut self, share: f64, ceiling: &'static str) -> Self {
         self.ceiling = share.is_finite().then_some((share, ceiling));
         self
     }
 
-    /// As one line for programs.
+    /// As a JSON line.
     pub fn to_json(&self) -> Value {
         json!({
             "event": "bench", "what": self.what, "case": self.case, "value": self.value, "unit": self.unit,
@@ -119,14 +119,14 @@ impl Measurement {
         })
     }
 
-    /// As the cells of a table's row, up to those of peers.
+    /// As cells of a Markdown table, before those of peers.
     pub fn to_markdown(&self) -> String {
         let ceiling = self.ceiling.map_or(String::new(), |(share, name)| format!("{:.0}% of {name}", 100.0 * share));
         let [value, min, max] = [self.value, self.min, self.max].map(shown);
         format!("| {} | {} | {value} {} | {min} to {max} | {ceiling} |", self.what, self.case, self.unit)
     }
 
-    /// As one line for people.
+    /// As a line of text.
     pub fn to_text(&self) -> String {
         let ceiling = self.ceiling.map_or(String::new(), |(share, name)| format!("  {:.0}% of {name}", 100.0 * share));
         let Self { what, case, unit, .. } = self;
@@ -135,14 +135,14 @@ impl Measurement {
     }
 }
 
-/// Four digits, or all that stand before the point.
+/// With four significant digits, or all digits before the point.
 pub fn shown(value: f64) -> String {
     let digits = if value.abs() >= 1000.0 { 0 } else { (3 - value.abs().max(1e-3).log10().floor() as i32).clamp(0, 6) };
     format!("{value:.0$}", digits as usize)
 }
 
-/// Seconds of one call of `work`, `repeats` times: each time as many calls as take a quarter of a second, and one at
-/// least, the device waited for once behind all of them.
+/// Seconds per call of `work`, measured `repeats` times. Each time makes as many calls as take a
+/// quarter of a second, at least one, and waits for the device once after them.
 pub(crate) fn seconds<B: Backend, T>(
     device: &B::Device,
     repeats: usize,
@@ -158,7 +158,7 @@ pub(crate) fn seconds<B: Backend, T>(
         sync()?;
         Ok::<f64, Failure>(begun.elapsed().as_secs_f64() / calls as f64)
     };
-    // What is compiled or taken first does not count; some calls more tell how many are needed.
+    // The first call compiles and allocates; a few more estimate the number of calls.
     run(1)?;
     let once = run(3)?;
     let calls = ((SECONDS / once.max(1e-7)).ceil() as usize).clamp(1, 100_000);

@@ -1,4 +1,5 @@
-//! Many texts at once: of all lengths and settings, coming at random, beside a batch of texts that are all alike.
+//! Continuous batching: requests of random lengths, settings and arrival, compared with a uniform
+//! batch.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -13,33 +14,34 @@ use crate::failure::Failure;
 use crate::inference::generation::Generator;
 use crate::inference::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
 
-/// Requests, and the tokens of their prompts and texts on a device of its own; on the CPU, a fraction of them.
+/// Number of requests, and their tokens, on a GPU; the CPU gets a fraction.
 const REQUESTS: usize = 200;
 const PROMPT: [usize; 2] = [32, 2000];
 const ANSWER: [usize; 2] = [16, 512];
 const CPU_FRACTION: usize = 8;
-/// Requests that are written alone, too.
+/// Requests also decoded alone.
 const ALONE: usize = 40;
 
-/// Requests that come and go, each case told to `show` as soon as it is measured.
+/// Continuous batching; `show` receives each case when measured.
 pub struct RequestsBench<S> {
-    /// What is asked for.
+    /// The options.
     pub options: BenchOptions,
-    /// Told of each measurement.
+    /// Receives each measurement.
     pub show: S,
 }
 
-/// What came of a run.
+/// The result of a run.
 struct Served {
-    /// Tokens written in a second, from the first request to the last token.
+    /// Generated tokens per second, from the first request to the last token.
     tokens_per_second: f64,
-    /// The longest that a text which was being written waited for more tokens, in ms.
+    /// Longest time that a decoding sequence waited for its next token, in ms.
     longest_wait: f64,
     preemptions: usize,
-    /// The most that pages held, but for one a text, for each token in them, while a text waited for pages; none did where it is 0.
+    /// Maximum ratio of page capacity to stored tokens, without one page per sequence, while a
+    /// sequence waited for pages; 0 if none did.
     memory: f64,
     /// The tokens of each request.
-    texts: Vec<Vec<u32>>,
+    outputs: Vec<Vec<u32>>,
 }
 
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S> {
@@ -67,7 +69,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             let alike: Vec<Request> = (0..rows).map(|row| Request::new(vec![row as u32; 16], 256)).collect();
             let alike_tokens = rows * (16 + 256usize).next_multiple_of(PAGE_TOKENS);
             let full = most.max(alike_tokens);
-            // What a batch writes that is as long as these texts are when they are written, and draws as they do.
+            // The reference: a batch of the sequences' average length and sampling.
             let ways: Vec<Sampling> = requests.iter().cycle().take(rows).map(unpenalised).collect();
             let position = (mean_keys(&requests) + TIMED / 2).min(context - 1).max(LAST);
             let keys = position - TIMED / 2;
@@ -78,15 +80,20 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             (self.show)(steady)?;
             let cases = [
                 (format!("{rows} alike"), &alike, full, None),
-                (format!("{} of all kinds, {rows} at a time", requests.len()), &requests, full, Some(steady_rate)),
-                ("the same, a quarter of the cache".to_string(), &requests, (most / 4).max(longest), Some(steady_rate)),
+                (format!("{} mixed requests, {rows} at a time", requests.len()), &requests, full, Some(steady_rate)),
+                (
+                    "the same with a quarter of the cache".to_string(),
+                    &requests,
+                    (most / 4).max(longest),
+                    Some(steady_rate),
+                ),
             ];
             let mut alone: Vec<Vec<u32>> = Vec::new();
             for (case, requests, cache_tokens, steady_rate) in cases {
                 let options =
                     SchedulerOptions { rows, step_tokens: Generator::<B>::step_tokens() / fraction, cache_tokens };
                 let mut served = Vec::new();
-                // The first time compiles.
+                // The first run compiles kernels.
                 for _ in 0..self.options.repeats + 1 {
                     served.push(serve(&model, requests, options, &device)?);
                 }
@@ -108,24 +115,24 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
                         let cache_tokens = length(request).next_multiple_of(PAGE_TOKENS);
                         let one = std::slice::from_ref(request);
                         alone.append(
-                            &mut serve(&model, one, SchedulerOptions { cache_tokens, ..options }, &device)?.texts,
+                            &mut serve(&model, one, SchedulerOptions { cache_tokens, ..options }, &device)?.outputs,
                         );
                     }
                     let equal = |served: &Served| {
-                        let equal = served.texts.iter().zip(&alone).filter(|(text, alone)| text == alone).count();
+                        let equal = served.outputs.iter().zip(&alone).filter(|(text, alone)| text == alone).count();
                         100.0 * equal as f64 / alone.len() as f64
                     };
-                    let what_equal = format!("{case}, equal to their texts alone, of {}", alone.len());
+                    let what_equal = format!("{case}, equal to decoding alone, of {}", alone.len());
                     (self.show)(Measurement::new(&what, what_equal, "%", served.iter().map(equal).collect()))?;
                 }
                 if served.iter().any(|served| served.memory > 0.0) {
-                    let waiting = format!("{case}, memory to tokens' bytes, a page a text left out");
+                    let waiting = format!("{case}, cache memory over token bytes, without one page per sequence");
                     (self.show)(Measurement::new(&what, waiting, "times", of(|served| served.memory)))?;
                 }
                 let preemptions: usize = served.iter().map(|served| served.preemptions).sum();
                 if preemptions > 0 {
                     let each = preemptions.div_ceil(served.len());
-                    eprintln!("{case}: {each} times a text gave way and was read again");
+                    eprintln!("{case}: {each} sequences preempted and recomputed");
                 }
             }
         }
@@ -133,19 +140,19 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
     }
 }
 
-/// How a request draws, but for penalties.
+/// Sampling of a request, without penalties.
 fn unpenalised(request: &Request) -> Sampling {
     request.sampling.with_penalties(Penalties::default())
 }
 
-/// Keys that a token of a text sees on average.
+/// Average number of keys per generated token.
 fn mean_keys(requests: &[Request]) -> usize {
     let tokens: usize = requests.iter().map(|request| request.max_tokens).sum();
     let keys = |request: &Request| request.max_tokens * (request.prompt.len() + request.max_tokens / 2);
     requests.iter().map(keys).sum::<usize>() / tokens.max(1)
 }
 
-/// Requests with settings of their own, the same each time.
+/// Requests with varied settings, reproducible.
 fn requests(vocabulary: usize, context: usize, fraction: usize) -> Vec<Request> {
     let key = RandomKey::new(5);
     let between = |at: usize, column: u32, [low, high]: [usize; 2]| {
@@ -155,7 +162,7 @@ fn requests(vocabulary: usize, context: usize, fraction: usize) -> Vec<Request> 
     let request = |at: usize| {
         let length = between(at, 0, PROMPT).min(context / 2);
         let prompt = (0..length).map(|place| key.bits(at as u32, 10 + place as u32) % vocabulary as u32).collect();
-        // Logits of weights drawn at random are nearly alike: this cold they are as far apart as those of a trained model.
+        // Random weights give flat logits: this temperature spreads them as in a trained model.
         let plain = Sampling::greedy().with_temperature(0.08 + 0.0002 * at as f64).with_seed(at as u64, 0);
         let sampling = match at % 5 {
             0 => Sampling::greedy(),
@@ -169,7 +176,7 @@ fn requests(vocabulary: usize, context: usize, fraction: usize) -> Vec<Request> 
     (0..REQUESTS / fraction).map(request).collect()
 }
 
-/// All requests, which come in twos and threes, as fast as there are rows for them.
+/// Runs all requests, which arrive in twos and threes as fast as slots become free.
 fn serve<B: Backend>(
     model: &Transformer<B>,
     requests: &[Request],
@@ -181,7 +188,7 @@ fn serve<B: Backend>(
     let (begun, key) = (Instant::now(), RandomKey::new(9));
     let mut coming = requests.iter();
     let mut last: HashMap<RequestId, Instant> = HashMap::new();
-    let (mut ids, mut texts) = (HashMap::new(), vec![Vec::new(); requests.len()]);
+    let (mut ids, mut outputs) = (HashMap::new(), vec![Vec::new(); requests.len()]);
     let (mut longest, mut memory) = (0.0f64, 0.0f64);
     for step in 0.. {
         if scheduler.load().waiting < options.rows / 2 {
@@ -195,13 +202,13 @@ fn serve<B: Backend>(
         scheduler.step(model)?;
         let now = Instant::now();
         let load = scheduler.load();
-        let running = load.reading + load.writing;
-        if load.waiting > 0 && load.pages_left == 0 && running < options.rows {
-            let held = (load.pages - load.pages_left).saturating_sub(running) * PAGE_TOKENS;
+        let running = load.prefilling + load.decoding;
+        if load.waiting > 0 && load.free_pages == 0 && running < options.rows {
+            let held = (load.pages - load.free_pages).saturating_sub(running) * PAGE_TOKENS;
             memory = memory.max(held as f64 / load.tokens as f64);
         }
         for written in scheduler.take() {
-            texts[ids[&written.id]].extend(written.tokens.iter().map(|written| written.token));
+            outputs[ids[&written.id]].extend(written.tokens.iter().map(|written| written.token));
             if let Some(before) = last.insert(written.id, now) {
                 longest = longest.max((now - before).as_secs_f64());
             }
@@ -209,6 +216,6 @@ fn serve<B: Backend>(
     }
     let seconds = begun.elapsed().as_secs_f64();
     let Load { preemptions, .. } = scheduler.load();
-    let tokens: usize = texts.iter().map(Vec::len).sum();
-    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions, memory, texts })
+    let tokens: usize = outputs.iter().map(Vec::len).sum();
+    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions, memory, outputs })
 }

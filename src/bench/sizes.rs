@@ -6,23 +6,23 @@ use fireclay_model::TransformerConfig;
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 
-/// What `bench train` knows; the rest of a recipe's name is its own.
+/// Sizes of `bench train`; other parts of a recipe's name are fixed.
 pub const TRAINERS: [&str; 7] =
     ["gpt2-124m", "shakespeare-char", "llama-1b", "intent-slot", "cpu-4x128", "cpu-6x384", "cpu-6x256"];
 
-/// What `bench decode` knows.
+/// Sizes of `bench decode`.
 pub const DECODERS: [&str; 5] = ["qwen3-0.6b", "llama-15m", "gpt2-124m", "llama-1b", "qwen2.5-0.5b"];
 
-/// Training steps of a language model.
+/// Training of a language model.
 pub(super) struct TrainSize {
     pub(super) what: String,
-    /// In the case, before batch and length.
+    /// Prefix of the case, before batch and length.
     pub(super) label: &'static str,
     pub(super) recipe: Recipe,
     pub(super) vocab_size: usize,
 }
 
-/// A language model's training by name.
+/// A named language model to train.
 pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
     let (recipe, settings, vocab_size, what, label): (_, &[(&str, &str)], _, _, _) = match name {
         "gpt2-124m" => ("gpt2-124m", &[("accumulation", "1")], 50_304, "train gpt2-124m", ""),
@@ -71,7 +71,7 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
     Ok(TrainSize { what: what.into(), label, recipe, vocab_size })
 }
 
-/// A decoder by name: its shape and the dtype it decodes in, where the device has that.
+/// A named decoder: its shape, and its dtype where the device supports it.
 pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Failure> {
     match name {
         "qwen3-0.6b" => {

@@ -1,4 +1,4 @@
-//! Training steps, in tokens a second, and epochs of utterances.
+//! Training throughput in tokens per second, and epochs of utterances.
 
 use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
 use fireclay_kernels::Backend;
@@ -12,11 +12,11 @@ use crate::recipe::Recipe;
 use crate::tasks::{Batch, IntentSlot, Language, Task};
 use crate::training::Trainer;
 
-/// Training of some sizes, each told to `show` as soon as it is measured.
+/// Training with some sizes; `show` receives each case when measured.
 pub struct TrainBench<S> {
-    /// What is asked for.
+    /// The options.
     pub options: BenchOptions,
-    /// Told of each measurement.
+    /// Receives each measurement.
     pub show: S,
 }
 
@@ -45,7 +45,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for TrainBench<S> {
     }
 }
 
-/// The recipe with what is asked for in place of its own.
+/// The recipe with the requested overrides.
 fn asked(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
     let mut recipe = recipe;
     let settings = [("batch_size", options.batch), ("seq_length", options.length)];
@@ -58,18 +58,18 @@ fn asked(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
     changed(recipe, options)
 }
 
-/// The recipe with the settings that are asked for.
+/// The recipe with the requested settings.
 fn changed(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
     if options.settings.is_empty() { Ok(recipe) } else { recipe.with_settings(&options.settings) }
 }
 
-/// A case's name, with the settings that are asked for behind it.
+/// The case's name, with the requested settings.
 fn named(case: &str, options: &BenchOptions) -> String {
     let words = std::iter::once(case).chain(options.settings.iter().map(String::as_str));
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// The speed of training steps, and the memory at their peak, where the device tells.
+/// Training speed and, where the device reports it, peak memory.
 fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Vec<Measurement>, Failure> {
     let TrainSize { what, label, recipe, vocab_size } = size;
     let recipe = asked(recipe, options)?;
@@ -85,7 +85,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     })?;
     let loss = last.map_or(Ok(f64::NAN), |step| step.loss())?;
     if !loss.is_finite() {
-        return Err(Failure::new(format!("{what}: the loss is {loss}, which is no training")));
+        return Err(Failure::new(format!("{what}: the loss is {loss}: training failed")));
     }
     let tokens = (batch_size * seq_length * recipe.training.accumulation.max(1)) as f64;
     let what = if what == "train" { format!("train {}", recipe.training.precision.name()) } else { what };
@@ -112,7 +112,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     Ok(std::iter::once(measured).chain(memory).collect())
 }
 
-/// A text of words drawn at random, each a token.
+/// A text of random words, each a token.
 fn random_language(vocab_size: usize, seq_length: usize, batch_size: usize) -> Result<Language, Failure> {
     let words: Vec<String> = (0..vocab_size).map(|word| format!("w{word}")).collect();
     let tokenizer = Tokenizer::words(&words)?;
@@ -123,7 +123,7 @@ fn random_language(vocab_size: usize, seq_length: usize, batch_size: usize) -> R
     Ok(Language::new(corpus, tokenizer))
 }
 
-/// Numbers below what is asked, the same each time.
+/// Pseudo-random numbers below a bound, reproducible.
 fn draws() -> impl FnMut(u32) -> u32 {
     let mut state = 7u32;
     move |below| {
@@ -132,7 +132,8 @@ fn draws() -> impl FnMut(u32) -> u32 {
     }
 }
 
-/// An epoch of 200 utterances of 50 pieces in batches of 32, two layers of 128, its loss read once, unless settings say otherwise.
+/// An epoch of 200 utterances of 50 pieces in batches of 32, with two layers of 128 unless settings
+/// change that; the loss is read once.
 fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measurement, Failure> {
     let settings = [
         ("d_model", "128"),
@@ -160,7 +161,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == batch_size));
     batches.truncate(200usize.div_ceil(batch_size));
     if batches.is_empty() {
-        return Err(Failure::usage(format!("batch_size {batch_size}: there are no 200 utterances for it")));
+        return Err(Failure::usage(format!("batch_size {batch_size} is above the 200 utterances of the benchmark")));
     }
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
     let seconds = seconds::<B, f64>(device, options.repeats, || {
@@ -176,7 +177,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     ))
 }
 
-/// Utterances of as many pieces each, drawn at random: a word is a character that is a piece of its own.
+/// Random utterances of equal length: a word is one character and one piece.
 fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
     const WORDS: u32 = 1000;
     let mut draw = draws();
@@ -186,7 +187,7 @@ fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
         slots: (0..64).map(|slot| format!("slot-{slot}")).collect(),
         marks: Vec::new(),
     };
-    // [CLS] and [SEP] go around the words.
+    // [CLS] and [SEP] surround the words.
     let mut utterance = || Utterance {
         words: (0..48).map(|_| word(draw(WORDS))).collect(),
         tags: (0..48).map(|_| labels.tag(draw(labels.tag_count() as u32) as usize)).collect(),

@@ -7,20 +7,22 @@ use fireclay::Failure;
 use fireclay::backend::BackendName;
 use fireclay::download::{dataset_folder, model_folder, show_fetching};
 use fireclay::inference::generation::Generated;
+use fireclay::model_folder::ModelSource;
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay_kernels::{Kernels, Penalties, use_kernels};
+use fireclay_model::LoraFiles;
 use serde_json::{Value, json};
 
-/// What every command that runs a model takes.
+/// Arguments of every command that runs a model.
 #[derive(Args)]
 pub(super) struct RunArgs {
-    /// What to run on [default: the fastest that is built in and present]
+    /// Backend to run on [default: the fastest one that is built in and present]
     #[arg(long)]
     pub(super) backend: Option<BackendName>,
-    /// Change a value of the recipe; kernels=reference runs without fused kernels
+    /// Override a recipe setting; kernels=reference turns fused kernels off
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
-    /// One JSON object a line on stdout, nothing else there
+    /// Print one JSON object per line on stdout, and nothing else there
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -30,7 +32,7 @@ impl RunArgs {
         self.backend.unwrap_or_else(BackendName::best)
     }
 
-    /// Takes `kernels=fused` or `kernels=reference` out of the settings, and obeys it.
+    /// Takes `kernels=fused` or `kernels=reference` out of the settings and applies it.
     pub(super) fn select_kernels(&mut self) -> Result<(), Failure> {
         let (kernels, others) = std::mem::take(&mut self.set)
             .into_iter()
@@ -55,33 +57,34 @@ impl RunArgs {
     }
 }
 
-/// What a model that writes computes in.
+/// Data types of a text-generating model.
 #[derive(Args)]
 pub(super) struct DtypeArgs {
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    /// Data type of matrices and activations
+    #[arg(long, default_value = "auto")]
     pub(super) precision: Precision,
-    /// What the cache keeps keys and values as
+    /// Data type of the KV cache
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     pub(super) cache_dtype: CachePrecision,
 }
 
-/// How tokens are drawn, beyond temperature and top-p.
+/// Sampling options beyond temperature and top-p.
 #[derive(Args)]
 pub(super) struct DrawArgs {
-    /// Draw among this many likeliest tokens
+    /// Top-k sampling: sample from the K most probable tokens
     #[arg(long, value_name = "K")]
     pub(super) top_k: Option<usize>,
-    /// Draw among tokens at least this likely, as a share of the likeliest one's probability
+    /// Min-p sampling: drop tokens less probable than P times the most probable one
     #[arg(long, value_name = "P")]
     pub(super) min_p: Option<f64>,
-    /// Divide the positive logits of tokens that the text has, and multiply the negative ones
+    /// Repetition penalty: divide the positive logits of tokens already in the sequence by R and
+    /// multiply the negative ones
     #[arg(long, value_name = "R", default_value_t = 1.0)]
     pub(super) repetition_penalty: f64,
-    /// Take this from the logit of each token written so far
+    /// Presence penalty: subtract this from the logit of every token already generated
     #[arg(long, value_name = "R", default_value_t = 0.0, allow_hyphen_values = true)]
     pub(super) presence_penalty: f64,
-    /// Take this from the logit of a token for each time it was written so far
+    /// Frequency penalty: subtract this from a token's logit for each time it was already generated
     #[arg(long, value_name = "R", default_value_t = 0.0, allow_hyphen_values = true)]
     pub(super) frequency_penalty: f64,
 }
@@ -96,21 +99,48 @@ impl DrawArgs {
     }
 }
 
-/// The folder of a model; what is missing of one that is named as on the hub is fetched, shown on a terminal. Only once
-/// `backend` is found to be there: a large download is not for nothing.
+/// The folder of a model. Downloads missing files of a hub model, with progress on a terminal, once
+/// `backend` is known to be available.
 pub(super) fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Failure> {
     backend.devices()?;
     let mut progress = show_fetching();
     Ok(model_folder(model, &mut progress)?)
 }
 
-/// The file or folder of a text; a dataset that is named as on the hub is fetched, shown on a terminal.
+/// A model with the adapter in a folder, or, where `model` is an adapter's folder itself, on the model that it is for.
+pub(super) fn fetched_source(
+    model: &Path,
+    adapter: Option<&Path>,
+    backend: BackendName,
+) -> Result<ModelSource, Failure> {
+    if let Some(adapter) = adapter {
+        return Ok(ModelSource::from(fetched(model, backend)?).with_adapter(adapter));
+    }
+    if !LoraFiles::are_in(model) || model.join("config.json").exists() {
+        return Ok(fetched(model, backend)?.into());
+    }
+    let Some(base) = LoraFiles::read_config(model)?.base else {
+        let shown = model.display();
+        return Err(Failure::new(format!(
+            "{shown} holds an adapter: say which model it is for, --model BASE --adapter {shown}"
+        )));
+    };
+    let base = fetched(Path::new(&base), backend).map_err(|failure| {
+        let shown = model.display();
+        Failure::new(format!(
+            "{shown} holds an adapter for {base}: {failure}; if it is elsewhere, --model BASE --adapter {shown}"
+        ))
+    })?;
+    Ok(ModelSource::from(base).with_adapter(model))
+}
+
+/// The path of training data. Downloads a hub dataset, with progress on a terminal.
 pub(super) fn fetched_data(data: &Path) -> Result<PathBuf, Failure> {
     let mut progress = show_fetching();
     Ok(dataset_folder(data, &mut progress)?)
 }
 
-/// What came of a prompt, for programs.
+/// The JSON summary of a completed prompt.
 pub(super) fn done_line(done: &Generated) -> Value {
     json!({
         "event": "done", "text": done.text, "tokens": done.tokens, "prompt_tokens": done.prompt_tokens,

@@ -16,65 +16,66 @@ use serde_json::{Value, json};
 
 use super::arguments::RunArgs;
 
-/// What is measured.
+/// The benchmarks.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Benchmark {
-    /// Training steps, in tokens a second
+    /// Training throughput, in tokens per second
     Train,
-    /// Decoding and reading a prompt, in tokens a second
+    /// Decode and prefill throughput, in tokens per second
     Decode,
-    /// Many texts at once that come and go, in tokens a second
+    /// Continuous batching: many concurrent requests, in tokens per second
     Requests,
-    /// Every operation, forward and backward, beside the hardware's ceilings
+    /// Every operation, forward and backward, compared with the hardware's limits
     Kernels,
-    /// Training and decoding on the processor
+    /// Training and decoding on the CPU
     Cpu,
 }
 
 #[derive(Args)]
 pub(super) struct BenchArgs {
-    /// What is measured
+    /// What to measure
     benchmark: Benchmark,
-    /// A model and batch by name, several times for several: to train gpt2-124m, shakespeare-char, llama-1b, intent-slot,
-    /// cpu-4x128, cpu-6x384, cpu-6x256; to decode qwen3-0.6b, qwen2.5-0.5b, llama-1b, llama-15m,
-    /// gpt2-124m
+    /// Model and batch by name; repeat for several. train: gpt2-124m, shakespeare-char, llama-1b,
+    /// intent-slot, cpu-4x128, cpu-6x384, cpu-6x256. decode: qwen3-0.6b, qwen2.5-0.5b, llama-1b,
+    /// llama-15m, gpt2-124m
     #[arg(long, value_name = "NAME")]
     size: Vec<String>,
-    /// Rows, in place of the size's own
+    /// Batch size [default: that of the named size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=65_536))]
     batch: Option<u64>,
-    /// Tokens of a row, or of the prompt that is read, in place of the size's own
+    /// Sequence length, or prompt length for prefill [default: that of the named size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     length: Option<u64>,
-    /// Where the last token that is timed stands, to decode; 150 if not said
+    /// decode: position of the last timed token [default: 150]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(150..=1_048_576))]
     position: Option<u64>,
-    /// Dtype, in place of the size's own
+    /// Data type [default: that of the named size]
     #[arg(long)]
     precision: Option<Precision>,
-    /// What the cache keeps keys and values as, to decode and for requests
+    /// decode and requests: data type of the KV cache
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     cache_dtype: CachePrecision,
-    /// How often each case is measured
+    /// Number of measurements per case
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=1000))]
     repeats: u64,
-    /// What the matrix units can compute, in place of the datasheet's figure
+    /// Peak matrix throughput of the device [default: the datasheet's]
     #[arg(long, value_name = "TFLOPS")]
     peak: Option<f64>,
-    /// Compare with an earlier run: a file of what --json printed
+    /// Compare with an earlier run: a file with the output of --json
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
-    /// A program to run between two runs of ours, which prints JSON lines with "what", "case", "value" and "unit"
+    /// Run this program between two of our runs and compare; it prints JSON lines with "what",
+    /// "case", "value" and "unit"
     #[arg(long, value_name = "COMMAND")]
     peer: Option<String>,
-    /// Print the rows of a table in Markdown, the command above them
+    /// Print a Markdown table, with the command above it
     #[arg(long, conflicts_with = "json")]
     markdown: bool,
     #[command(flatten)]
     run: RunArgs,
 }
 
-/// How measurements are printed.
+/// Output formats of measurements.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Format {
     Text,
@@ -92,7 +93,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     }
     let decodes = matches!(args.benchmark, Benchmark::Decode | Benchmark::Requests);
     if args.cache_dtype != CachePrecision::Auto && !decodes {
-        return Err(Failure::usage("--cache-dtype is for bench decode and bench requests: the others have no cache"));
+        return Err(Failure::usage("--cache-dtype is for bench decode and bench requests only"));
     }
     if args.position.is_some() && args.benchmark != Benchmark::Decode {
         return Err(Failure::usage("--position is for bench decode"));
@@ -100,7 +101,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     let earlier = args.compare.as_deref().map(read_lines).transpose()?.unwrap_or_default();
     let backend = match (args.benchmark, args.run.backend) {
         (Benchmark::Cpu, None | Some(BackendName::Cpu)) => BackendName::Cpu,
-        (Benchmark::Cpu, Some(_)) => return Err(Failure::usage("bench cpu is for the processor: leave out --backend")),
+        (Benchmark::Cpu, Some(_)) => return Err(Failure::usage("bench cpu runs on the CPU: leave out --backend")),
         _ => args.run.backend(),
     };
     let devices = backend.devices()?;

@@ -12,28 +12,30 @@ use fireclay::inference::generation::{GenerationOptions, Interrupt};
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched_source};
 use super::signals::{end_on_signals, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct ChatArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// What the system says first
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// System prompt
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Tokens of the conversation at the most [default: the model's context, up to 4096]
+    /// Maximum tokens of the conversation [default: the model's context, up to 4096]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Tokens of an answer at the most [default: as many as fit]
+    /// Maximum tokens of an answer [default: what fits in the context]
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
-    /// 0 takes the likeliest token each time
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.7)]
     temperature: f64,
-    /// Draw among the likeliest tokens that make up this probability
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability
     #[arg(long, value_name = "P", default_value_t = 0.9)]
     top_p: f64,
     #[command(flatten)]
@@ -42,7 +44,7 @@ pub(super) struct ChatArgs {
     run: RunArgs,
     #[command(flatten)]
     dtypes: DtypeArgs,
-    /// Where the draws come from
+    /// Random seed
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
 }
@@ -67,7 +69,7 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
     let unanswered = Interrupt::default();
     let failed = unanswered.clone();
     let show = move |event: ChatEvent<'_>| match event {
-        ChatEvent::Ready => eprintln!("{name} is there; /help says what else there is"),
+        ChatEvent::Ready => eprintln!("Loaded {name}. Type /help for commands."),
         ChatEvent::Text(text) if json => stdout::line(json!({ "event": "text", "text": text })),
         ChatEvent::Text(text) => stdout::write(text),
         ChatEvent::Done(done) if json => stdout::line(done_line(done)),
@@ -82,7 +84,7 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         ChatEvent::Notice(notice) => eprintln!("{notice}"),
     };
     let run = ChatRun {
-        model: fetched(&args.model, args.run.backend())?,
+        model: fetched_source(&args.model, args.adapter.as_deref(), args.run.backend())?,
         precision: args.dtypes.precision,
         cache: args.dtypes.cache_dtype,
         options,
@@ -98,7 +100,7 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
     Ok(if !typed && unanswered.load(Ordering::Relaxed) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// What is typed at a prompt with a history, or else the lines of standard input.
+/// Lines typed at a prompt with history, or else those of standard input.
 fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
     let failed = |error: &dyn std::fmt::Display| Failure::new(format!("standard input: {error}"));
     if !typed {

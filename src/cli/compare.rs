@@ -10,16 +10,16 @@ use fireclay::stdout;
 
 #[derive(Args)]
 pub(super) struct CompareArgs {
-    /// The folders of the runs
+    /// Folders of the runs
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// The picture to write
+    /// SVG file to write
     #[arg(long, value_name = "FILE", default_value = "compare.svg")]
     svg: PathBuf,
-    /// The page to write
+    /// HTML file to write
     #[arg(long, value_name = "FILE", default_value = "compare.html")]
     html: PathBuf,
-    /// One JSON object a line on stdout
+    /// Print one JSON object per line on stdout
     #[arg(long)]
     json: bool,
 }
@@ -34,6 +34,6 @@ pub(super) fn compare(args: &CompareArgs) -> Result<ExitCode, Failure> {
     }
     comparison.picture()?.save(&args.svg)?;
     comparison.write_page(&args.html)?;
-    eprintln!("curves in {}, to point at in {}", args.svg.display(), args.html.display());
+    eprintln!("wrote curves to {} and an interactive page to {}", args.svg.display(), args.html.display());
     Ok(ExitCode::SUCCESS)
 }

@@ -9,7 +9,7 @@ use serde_json::json;
 
 #[derive(Args)]
 pub(super) struct DevicesArgs {
-    /// One JSON object a line on stdout
+    /// Print one JSON object per line on stdout
     #[arg(long)]
     json: bool,
 }

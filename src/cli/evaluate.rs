@@ -10,22 +10,23 @@ use fireclay::precision::Precision;
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{RunArgs, fetched};
+use super::arguments::{RunArgs, fetched_source};
 
 #[derive(Args)]
 pub(super) struct EvaluateArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// The text to measure on: text, JSON, tables or Parquet, a file or a folder of them
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Evaluation data: text, JSON, CSV, TSV or Parquet, as a file or folder
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
-    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
-    /// nested A.B
+    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
-    /// Tokens that the model sees together [default: its context, up to 1024]
+    /// Window length in tokens [default: the model's context, up to 1024]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
     /// Tokens from one window to the next [default: half a window]
@@ -33,8 +34,8 @@ pub(super) struct EvaluateArgs {
     stride: Option<usize>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    /// Data type of matrices and activations
+    #[arg(long, default_value = "auto")]
     precision: Precision,
 }
 
@@ -42,7 +43,7 @@ pub(super) fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("evaluate")?;
     let run = EvaluationRun {
-        model: fetched(&args.model, args.run.backend())?,
+        model: fetched_source(&args.model, args.adapter.as_deref(), args.run.backend())?,
         data: args.data,
         field: args.field,
         precision: args.precision,

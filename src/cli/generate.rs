@@ -10,43 +10,45 @@ use fireclay::stdout;
 use fireclay_datasets::TextSource;
 use serde_json::json;
 
-use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched_source};
 use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct GenerateArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Text to go on from
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Prompt
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
     prompt: Option<String>,
-    /// A file with a prompt on each line
+    /// File with one prompt per line
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompts: Option<PathBuf>,
-    /// The field of --prompts that holds them, where it is JSON, a table or Parquet [default: text]
+    /// Field of --prompts with the prompt, for JSON, CSV, TSV or Parquet [default: text]
     #[arg(long, value_name = "NAME", requires = "prompts")]
     field: Option<String>,
-    /// Tokens to write at the most
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
-    /// 0 takes the likeliest token each time
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Draw among the likeliest tokens that make up this probability
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[command(flatten)]
     draw: DrawArgs,
-    /// End before this text; may be given several times
+    /// Stop before this string; repeat for several
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     #[command(flatten)]
     run: RunArgs,
     #[command(flatten)]
     dtypes: DtypeArgs,
-    /// Where the draws come from
+    /// Random seed
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
 }
@@ -96,7 +98,7 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
         }
     };
     let backend = args.run.backend();
-    let model = fetched(&args.model, backend)?;
+    let model = fetched_source(&args.model, args.adapter.as_deref(), backend)?;
     let interrupt = interrupt_on_signals(false)?;
     let DtypeArgs { precision, cache_dtype: cache } = args.dtypes;
     let run = GenerationRun { model, prompts, options, precision, cache, interrupt: interrupt.clone(), show };

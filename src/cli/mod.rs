@@ -1,4 +1,5 @@
-//! The command line: a file a command, each of which parses, resolves and runs; wording and exit codes.
+//! The command line: a file a command, each of which parses, resolves and runs; wording and exit
+//! codes.
 
 mod arguments;
 mod bench;
@@ -7,6 +8,7 @@ mod compare;
 mod devices;
 mod evaluate;
 mod generate;
+mod merge;
 mod predict;
 mod prepare;
 mod profile;
@@ -30,34 +32,37 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a model: the embedded stories, or your own text
+    /// Train a model on the embedded stories or on your data
     Train(train::TrainArgs),
-    /// Tokenize a text once, into files that training reads in place
+    /// Tokenize data once, into files that training reads in place
     Prepare(prepare::PrepareArgs),
     /// List the runs in runs/
     Runs(runs::RunsArgs),
-    /// Show runs beside each other: a table of what differs, a picture, a page
+    /// Compare runs: a table of differences, a plot, a page
     Compare(compare::CompareArgs),
-    /// Write text with a trained model
+    /// Generate text
     Generate(generate::GenerateArgs),
-    /// Talk with a model that has a chat template
+    /// Chat with a model that has a chat template
     Chat(chat::ChatArgs),
-    /// Answer over HTTP as OpenAI's API does, with a page to chat on
+    /// Serve an OpenAI-compatible API over HTTP, with a chat page
     #[cfg(feature = "serve")]
     Serve(serve::ServeArgs),
-    /// Measure the perplexity and the bits per byte of a text
+    /// Measure perplexity and bits per byte on a text
     Evaluate(evaluate::EvaluateArgs),
-    /// Say what utterances ask for: intent and slots
+    /// Predict intent and slots of utterances
     Predict(predict::PredictArgs),
-    /// Show where the time goes: train, generate or predict for a few warm steps, recorded
+    /// Merge a LoRA adapter into its model
+    Merge(merge::MergeArgs),
+    /// Profile a few warm steps of training, generation or prediction
     #[command(subcommand)]
     Profile(profile::ProfileCommand),
-    /// Measure speed: repeated, beside the hardware's ceilings, an earlier run and a peer program
+    /// Benchmark: repeated runs, compared with the hardware's limits, an earlier run or a peer
+    /// program
     Bench(bench::BenchArgs),
-    /// Make a tokenizer
+    /// Train a tokenizer
     #[command(subcommand)]
     Tokenizer(tokenizer::TokenizerCommand),
-    /// List backends: what is built in and what is present
+    /// List backends: which are built in, and which are present
     Devices(devices::DevicesArgs),
 }
 
@@ -74,6 +79,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Serve(args) => serve::serve(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
         Command::Predict(args) => predict::predict(args),
+        Command::Merge(args) => merge::merge(args),
         Command::Profile(command) => profile::profile(command),
         Command::Bench(args) => bench::bench(args),
         Command::Tokenizer(command) => tokenizer::tokenizer(command),
@@ -85,7 +91,8 @@ pub(crate) fn main() -> ExitCode {
     })
 }
 
-/// CubeCL swallows panics of its device threads and goes on with garbage; here they end the program.
+/// CubeCL swallows panics of its device threads and goes on with garbage; here they end the
+/// program.
 fn stop_on_device_panics() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

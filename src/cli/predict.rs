@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fireclay::Failure;
-use fireclay::inference::prediction::{Prediction, PredictionRun, Texts};
+use fireclay::inference::prediction::{Prediction, PredictionInput, PredictionRun};
 use fireclay::precision::Precision;
 use fireclay::stdout;
 use serde_json::{Value, json};
@@ -14,33 +14,33 @@ use super::arguments::{RunArgs, fetched};
 
 #[derive(Args)]
 pub(super) struct PredictArgs {
-    /// The model's folder, or its name on the hub: OWNER/NAME
+    /// Model folder, or name on the hub: OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// What was said [default: a line each of standard input]
+    /// Utterance [default: one per line of standard input]
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
     text: Option<String>,
-    /// A file with an utterance on each line
+    /// File with one utterance per line
     #[arg(long, value_name = "PATH")]
     file: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    /// Data type of matrices and activations
+    #[arg(long, default_value = "auto")]
     precision: Precision,
 }
 
 pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("predict")?;
-    let texts = match (args.text, &args.file) {
-        (Some(text), _) => Texts::one(text),
+    let inputs = match (args.text, &args.file) {
+        (Some(text), _) => PredictionInput::one(text),
         (None, Some(path)) => {
             let name = path.display().to_string();
             let file = std::fs::File::open(path).map_err(|error| Failure::new(format!("{name}: {error}")))?;
-            Texts::lines(name, file)
+            PredictionInput::lines(name, file)
         }
-        (None, None) => Texts::lines("standard input", std::io::stdin()),
+        (None, None) => PredictionInput::lines("standard input", std::io::stdin()),
     };
     let json = args.run.json;
     let show = move |text: &str, prediction: &Prediction| {
@@ -48,7 +48,7 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     };
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;
-    backend.run(PredictionRun { model, texts, precision: args.precision, show })?;
+    backend.run(PredictionRun { model, inputs, precision: args.precision, show })?;
     Ok(ExitCode::SUCCESS)
 }
 

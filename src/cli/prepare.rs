@@ -17,24 +17,23 @@ use super::signals::{interrupt_on_signals, signalled};
 
 #[derive(Args)]
 pub(super) struct PrepareArgs {
-    /// What to tokenize: text, JSON, tables or Parquet, a file or a folder of them, a dataset on
-    /// the hub, OWNER/NAME, or - for text or JSON on standard input
+    /// Data to tokenize: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the
+    /// hub, OWNER/NAME; or - for text or JSON on standard input
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
-    /// The tokenizer.json
+    /// Tokenizer, a tokenizer.json
     #[arg(long, value_name = "FILE")]
     tokenizer: PathBuf,
-    /// The folder to write; where it is begun already, this goes on
+    /// Output folder; an interrupted run in it is continued
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
-    /// nested A.B
+    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
-    /// Hold out this share of the documents, rather than leaving it to training to hold out the end of all
+    /// Hold out this share of the documents, chosen at random, instead of the end of the data
     #[arg(long, value_name = "SHARE")]
     holdout_documents: Option<f64>,
-    /// One JSON object a line on stdout, nothing else there
+    /// Print one JSON object per line on stdout, and nothing else there
     #[arg(long)]
     json: bool,
 }
@@ -59,7 +58,7 @@ pub(super) fn prepare(args: PrepareArgs) -> Result<ExitCode, Failure> {
     };
     let files = match made {
         Err(DataError::Stopped) => {
-            eprintln!("stopped; the same command goes on from the last whole shard");
+            eprintln!("stopped; run the same command again to continue from the last complete shard");
             return Ok(signalled());
         }
         made => made?,

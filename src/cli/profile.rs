@@ -19,30 +19,30 @@ use super::train::{recipe_from, with_settings};
 
 #[derive(Subcommand)]
 pub(super) enum ProfileCommand {
-    /// Training steps of a recipe
+    /// Profile training steps of a recipe
     Train(ProfileTrain),
-    /// Tokens that a model writes after a prompt
+    /// Profile text generation
     Generate(ProfileGenerate),
-    /// Utterances whose intent and slots are predicted
+    /// Profile intent and slot prediction
     Predict(ProfilePredict),
 }
 
-/// What every profile takes.
+/// Arguments of every profile.
 #[derive(Args)]
 struct ProfileArgs {
-    /// Steps, tokens or batches that are recorded
+    /// Number of steps, tokens or batches to record
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
-    /// Steps, tokens or batches before that
+    /// Number of steps, tokens or batches before recording
     #[arg(long, value_name = "N", default_value_t = 10)]
     warm_up: u64,
-    /// What the matrix units can compute, in place of the datasheet's figure
+    /// Peak matrix throughput of the device [default: the datasheet's]
     #[arg(long, value_name = "TFLOPS")]
     peak: Option<f64>,
-    /// End with exit code 1 where the profile finds such a thing
+    /// Exit with code 1 if the profile has a finding of this kind
     #[arg(long, value_name = "KIND", value_delimiter = ',')]
     deny: Vec<VerdictKind>,
-    /// Write what happened when, for Perfetto (ui.perfetto.dev) or about:tracing
+    /// Write a timeline for Perfetto (ui.perfetto.dev) or about:tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Write a page with a flame graph and the roofline
@@ -54,19 +54,19 @@ struct ProfileArgs {
 
 #[derive(Args)]
 pub(super) struct ProfileTrain {
-    /// A recipe's file, or the name of one that is shipped
+    /// Recipe file, or the name of a shipped recipe
     recipe: Option<PathBuf>,
-    /// What to train for [default: the recipe's, or language]
+    /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
     task: Option<TaskName>,
-    /// What to learn from
+    /// Training data
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// The field of JSON, or the column of a table or of Parquet, that holds a document [default:
-    /// the recipe's, or text]
+    /// JSON field, or CSV, TSV or Parquet column, with the document [default: the recipe's, or
+    /// text]
     #[arg(long, value_name = "NAME")]
     field: Option<String>,
-    /// Dtype of activations [default: the recipe's]
+    /// Data type of activations [default: the recipe's]
     #[arg(long)]
     precision: Option<Precision>,
     #[command(flatten)]
@@ -75,20 +75,19 @@ pub(super) struct ProfileTrain {
 
 #[derive(Args)]
 pub(super) struct ProfileGenerate {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// What the text begins with
+    /// Prompt
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// How often the prompt is continued at once
+    /// Number of sequences, all of the same prompt
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1024))]
     batch: u64,
-    /// Flatten (above 1) or sharpen (below) what tokens are drawn from; 0 takes the likeliest
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Draw among the likeliest tokens that make up this probability
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[command(flatten)]
@@ -101,15 +100,14 @@ pub(super) struct ProfileGenerate {
 
 #[derive(Args)]
 pub(super) struct ProfilePredict {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, or name on the hub: OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// What was said; several times for several at once
+    /// Utterance; repeat for a batch of several
     #[arg(long, value_name = "TEXT", required = true)]
     text: Vec<String>,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    /// Data type of matrices and activations
+    #[arg(long, default_value = "auto")]
     precision: Precision,
     #[command(flatten)]
     profile: ProfileArgs,
@@ -159,7 +157,7 @@ fn predict(args: ProfilePredict) -> Result<ExitCode, Failure> {
     let (backend, options) = profile.prepare()?;
     profile.run.without_recipe("profile predict")?;
     let model = fetched(&model, backend)?;
-    profile.show(&backend.run(ProfilePrediction { model, texts: text, precision, options })?)
+    profile.show(&backend.run(ProfilePrediction { model, utterances: text, precision, options })?)
 }
 
 impl ProfileArgs {
@@ -175,7 +173,7 @@ impl ProfileArgs {
         Ok((backend, ProfileOptions { warm_up, count, device, peak: self.peak }))
     }
 
-    /// Prints and writes what was asked for; exit code 1 where something is found that was denied.
+    /// Prints and writes the profile. Exits with 1 if it has a denied finding.
     fn show(&self, profile: &Profile) -> Result<ExitCode, Failure> {
         if self.run.json {
             stdout::line(profile.to_json());
@@ -195,7 +193,7 @@ impl ProfileArgs {
             .collect();
         match denied.is_empty() {
             true => Ok(ExitCode::SUCCESS),
-            false => Err(Failure::new(format!("denied, but found: {}", denied.join("; ")))),
+            false => Err(Failure::new(format!("found what --deny forbids: {}", denied.join("; ")))),
         }
     }
 }

@@ -11,10 +11,10 @@ use serde_json::json;
 
 #[derive(Args)]
 pub(super) struct RunsArgs {
-    /// The folder of runs
+    /// Folder of the runs
     #[arg(default_value = "runs", value_name = "DIR")]
     folder: PathBuf,
-    /// One JSON object a line on stdout
+    /// Print one JSON object per line on stdout
     #[arg(long)]
     json: bool,
 }
@@ -22,7 +22,7 @@ pub(super) struct RunsArgs {
 pub(super) fn runs(args: &RunsArgs) -> Result<ExitCode, Failure> {
     if !args.folder.is_dir() {
         let shown = args.folder.display();
-        return Err(Failure::new(format!("{shown}: no such folder: say where the runs are, fireclay runs DIR")));
+        return Err(Failure::new(format!("{shown}: no such folder: name the folder of the runs, fireclay runs DIR")));
     }
     let runs = Run::list(&args.folder);
     if args.json {

@@ -11,78 +11,80 @@ use fireclay::server::{Limits, LogFormat, Server, ServerOptions};
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{DtypeArgs, RunArgs, fetched};
+use super::arguments::{DtypeArgs, RunArgs, fetched_source};
 use super::signals::drain_on_signals;
 
-/// Where a key may stand that nobody is to see among the arguments.
+/// Environment variable for a key that should not show in the process's arguments.
 const KEY_VARIABLE: &str = "FIRECLAY_API_KEY";
 
 #[derive(Args)]
 pub(super) struct ServeArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// What requests call it [default: the name on the hub, or the folder's]
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Model name in the API [default: the name on the hub, or the folder's]
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// The address to listen on; others than this machine's own ask for a key
+    /// Address to listen on; an address that other machines can reach needs an API key
     #[arg(long, value_name = "H", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
     host: IpAddr,
-    /// The port; 0 takes one that is free
+    /// Port; 0 picks a free one
     #[arg(long, value_name = "P", default_value_t = 8000)]
     port: u16,
-    /// A key that requests have to have; FIRECLAY_API_KEY in the environment is another way to say it
+    /// API key that requests must send; or set FIRECLAY_API_KEY
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
-    /// A file with a key on each line
+    /// File with one API key per line
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Let everyone in who reaches the address
+    /// Serve other machines without an API key
     #[arg(long)]
     insecure: bool,
-    /// HTTPS: the certificate chain, PEM
+    /// HTTPS: certificate chain, PEM
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// HTTPS: its private key, PEM
+    /// HTTPS: private key, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Texts that are written at a time [default: 16 on the CPU, 256 on a GPU]
+    /// Maximum number of sequences decoded concurrently [default: 16 on the CPU, 256 on a GPU]
     #[arg(long, value_name = "N")]
     rows: Option<usize>,
-    /// Tokens of a text with its prompt, at the most [default: the model's context]
+    /// Maximum tokens of a sequence, prompt included [default: the model's context]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Tokens that the cache holds [default: as many as the rows may need, up to 4 GiB]
+    /// Size of the KV cache in tokens [default: what the sequences need, up to 4 GiB]
     #[arg(long, value_name = "N")]
     cache_tokens: Option<usize>,
-    /// Tokens of a step, one for each text that is written and the rest of prompts: with more, prompts are read faster, and texts wait longer beside
-    /// them [default: 4096 on CUDA, 2048 elsewhere]
+    /// Token budget of a step: one token per decoding sequence, the rest for prefill. A larger one
+    /// speeds prefill up and makes decoding wait longer [default: 4096 on CUDA, 2048 elsewhere]
     #[arg(long, value_name = "N")]
     step_tokens: Option<usize>,
-    /// Maximum number of requests that wait; a client has half of it, and more are refused
+    /// Maximum number of waiting requests, half of them of one client; further ones are refused
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
-    /// A Jinja template for conversations, in place of the model's own
+    /// Jinja chat template to use instead of the model's own
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
-    /// Origins whose pages may ask, such as https://example.org, separated by commas; * for all
+    /// Origins that may send cross-origin requests, such as https://example.org, comma-separated; *
+    /// allows all
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     allowed_origins: Vec<String>,
-    /// Refuse requests with fields that are unknown here, in place of naming them in
-    /// x-unknown-fields
+    /// Refuse requests with unknown fields instead of naming them in x-unknown-fields
     #[arg(long)]
     strict: bool,
-    /// Connections at a time
+    /// Maximum number of connections
     #[arg(long, value_name = "N", default_value_t = 1100)]
     connections: usize,
-    /// Seconds for an answer
+    /// Time limit of a request, in seconds
     #[arg(long, value_name = "S", default_value_t = 600)]
     request_seconds: u64,
-    /// Seconds that answers have to become complete once the server is told to stop
+    /// Time that answers have to finish after the server is told to stop, in seconds
     #[arg(long, value_name = "S", default_value_t = 30)]
     drain_seconds: u64,
-    /// Prompts and answers in the log, too
+    /// Log prompts and answers
     #[arg(long)]
     log_texts: bool,
     #[command(flatten)]
@@ -102,11 +104,11 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     ];
     for (flag, value) in sizes {
         if value == Some(0) {
-            return Err(Failure::usage(format!("--{flag} 0 leaves nothing to write with")));
+            return Err(Failure::usage(format!("--{flag} must be 1 or more")));
         }
     }
     if args.queue == 0 || args.connections == 0 {
-        return Err(Failure::usage("--queue and --connections have to be 1 or more"));
+        return Err(Failure::usage("--queue and --connections must be 1 or more"));
     }
     let options = ServerOptions {
         host: args.host,
@@ -137,20 +139,20 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     let scheme = if options.tls.is_some() { "https" } else { "http" };
     let open = options.keys.is_empty() && !options.host.is_loopback();
     let backend = args.run.backend();
-    let model = fetched(&args.model, backend)?;
+    let model = fetched_source(&args.model, args.adapter.as_deref(), backend)?;
     let server = Server::bind(options)?;
     let (stop, handle) = (server.handle(), server.handle());
     let reload = move || {
         let read = keys(&args.api_key, args.api_key_file.as_deref()).and_then(|keys| handle.reload(&keys));
         match read {
-            Ok(()) => eprintln!("keys and certificate are read again"),
-            Err(failure) => eprintln!("keys and certificate stay as they are: {failure}"),
+            Ok(()) => eprintln!("reloaded keys and certificate"),
+            Err(failure) => eprintln!("kept the old keys and certificate: {failure}"),
         }
     };
     drain_on_signals(move || stop.stop(), reload)?;
     let url = format!("{scheme}://{}", server.address());
     if open {
-        eprintln!("anyone who reaches {url} may use it");
+        eprintln!("warning: anyone who reaches {url} may use it");
     }
     eprintln!("loading {called}");
     let ready = move || {
@@ -167,7 +169,7 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a model is called: its name on the hub, or its folder's.
+/// A model's name in the API: its name on the hub, or its folder's.
 fn name(model: &Path) -> String {
     let shown = model.display().to_string();
     if !model.exists() {
@@ -177,7 +179,7 @@ fn name(model: &Path) -> String {
     whole.file_name().map_or(shown, |name| name.to_string_lossy().into_owned())
 }
 
-/// All keys that are given, in whichever way.
+/// All API keys: of the arguments, the file and the environment.
 fn keys(given: &[String], file: Option<&Path>) -> Result<Vec<String>, Failure> {
     let mut keys = given.to_vec();
     if let Ok(key) = std::env::var(KEY_VARIABLE) {

@@ -1,4 +1,5 @@
-//! Ctrl-C, what Slurm and Kubernetes send before they take a machine, and a terminal that is gone: a run stops, and saves.
+//! Ctrl-C, what Slurm and Kubernetes send before they take a machine, and a terminal that is gone:
+//! a run stops, and saves.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -10,9 +11,9 @@ use fireclay::Failure;
 use fireclay::inference::generation::Interrupt;
 use fireclay::training::{has_terminal, leave_terminal};
 
-/// Exit code of a run that Ctrl-C ended, as shells have it.
+/// Exit code of a run ended by Ctrl-C, as shells have it.
 pub(super) const INTERRUPTED: u8 = 130;
-/// And of one that SIGTERM ended, or the end of its terminal.
+/// Exit code of a run ended by SIGTERM or the end of its terminal.
 const TERMINATED: u8 = 143;
 const HUNG_UP: u8 = 129;
 
@@ -52,7 +53,7 @@ pub(super) fn stop_on_signals(interrupter: Interrupter, pause: Duration) -> Resu
         }
         interrupter.stop(Some("interrupted"));
         if !has_terminal() {
-            eprintln!("stopping after this step; once more to stop without saving");
+            eprintln!("stopping after this step; press again to stop without saving");
         }
     })
 }
@@ -62,7 +63,8 @@ pub(super) fn pass_signals_on(pass: impl Fn(i32) + Send + 'static) -> Result<(),
     on_signals(move || pass(SIGNAL.load(Ordering::Relaxed)))
 }
 
-/// Set by a signal; a second one in a row ends the program, and so does SIGTERM at once where `term_ends`.
+/// Set by a signal. A second signal in a row ends the program, and with `term_ends` so does a first
+/// SIGTERM.
 pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure> {
     let interrupt = Interrupt::default();
     let set = Arc::clone(&interrupt);
@@ -74,14 +76,14 @@ pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure
     Ok(interrupt)
 }
 
-/// A signal ends the program, as if nobody handled it: but its exit code is the one that shells have.
+/// Ends the program on a signal, with the exit code that shells have for it.
 pub(super) fn end_on_signals() -> Result<Interrupt, Failure> {
     on_signals(|| std::process::exit(code().into()))?;
     Ok(Interrupt::default())
 }
 
-/// The first signal asks a server to finish its answers, the second ends the program. SIGHUP has it
-/// `reload`, unless the terminal is gone that it was started on.
+/// The first signal asks a server to finish its answers, the second ends the program. SIGHUP calls
+/// `reload`, unless it means that the server's terminal closed.
 #[cfg(feature = "serve")]
 pub(super) fn drain_on_signals(
     stop: impl Fn() -> bool + Send + 'static,
@@ -98,13 +100,13 @@ pub(super) fn drain_on_signals(
         if stop() {
             std::process::exit(code().into());
         }
-        eprintln!("finishing the answers that were begun; once more to stop at once");
+        eprintln!("finishing started answers; press again to stop at once");
     })
 }
 
 /// Calls `handler`, on a thread of its own, for each SIGINT, SIGTERM and SIGHUP.
 fn on_signals(handler: impl FnMut() + Send + 'static) -> Result<(), Failure> {
-    signal::listen(handler).map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))
+    signal::listen(handler).map_err(|error| Failure::new(format!("cannot handle signals: {error}")))
 }
 
 #[cfg(unix)]
@@ -131,7 +133,7 @@ mod signal {
 
 #[cfg(not(unix))]
 mod signal {
-    /// No other signal than Ctrl-C is told of.
+    /// Only Ctrl-C is reported on this platform.
     pub(super) const TERM: i32 = -1;
     pub(super) const HUP: i32 = -2;
 

@@ -9,26 +9,25 @@ use fireclay_datasets::{TextSource, Tokenizer, TokenizerKind};
 
 use super::arguments::fetched_data;
 
-/// Bytes of the text that say how long a token is.
+/// Bytes of the text used to measure the mean token length.
 const SAMPLE: usize = 16 << 20;
 
 #[derive(Subcommand)]
 pub(super) enum TokenizerCommand {
     /// Train a byte-level BPE tokenizer
     Train {
-        /// What to learn from, the first gigabyte of it: text, JSON, tables or Parquet, a file or a
-        /// folder of them, a dataset on the hub, OWNER/NAME, or - for text or JSON on standard
+        /// Training data, of which the first gigabyte is used: text, JSON, CSV, TSV or Parquet, as
+        /// a file or folder; a dataset on the hub, OWNER/NAME; or - for text or JSON on standard
         /// input
         #[arg(long, value_name = "PATH")]
         data: PathBuf,
-        /// The field of JSON, or the column of a table or of Parquet, that holds a document; of
-        /// what is nested A.B
+        /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
         #[arg(long, value_name = "NAME", default_value = "text")]
         field: String,
-        /// Number of tokens, 257 at least
+        /// Vocabulary size, at least 257
         #[arg(long, value_name = "N")]
         vocab_size: usize,
-        /// The tokenizer.json to write
+        /// Output file, a tokenizer.json
         #[arg(long, value_name = "FILE")]
         out: PathBuf,
     },
@@ -47,6 +46,6 @@ fn train(data: &Path, field: &str, vocab_size: usize, out: &Path) -> Result<Exit
     let sample = source.beginning(SAMPLE)?;
     let per_token = sample.len() as f64 / tokenizer.encode(&sample)?.len().max(1) as f64;
     let (out, known) = (out.display(), tokenizer.vocab_size());
-    eprintln!("{out}: {known} tokens, {per_token:.2} bytes of this text each");
+    eprintln!("{out}: {known} tokens, {per_token:.2} bytes per token on this text");
     Ok(ExitCode::SUCCESS)
 }

@@ -20,53 +20,52 @@ use fireclay::training::{Follower, Outcome, TrainingRun, View, leave_terminal};
 use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 
-use super::arguments::{RunArgs, fetched, fetched_data};
+use super::arguments::{RunArgs, fetched, fetched_data, fetched_source};
 use super::signals::{pass_signals_on, signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
-    /// A recipe's file, or the name of one that is shipped: stories, shakespeare-char-cpu, shakespeare-char-gpu,
-    /// gpt2-124m, llama-15m, home, intent-slot
+    /// Recipe file, or the name of a shipped recipe: stories, shakespeare-char-cpu,
+    /// shakespeare-char-gpu, gpt2-124m, llama-15m, home, intent-slot
     recipe: Option<PathBuf>,
-    /// What to train for [default: the recipe's, or language]
+    /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
     task: Option<TaskName>,
-    /// What to learn from: text, JSON, tables or Parquet, a file or a folder of them, a dataset on
-    /// the hub, OWNER/NAME, or a folder that `prepare` wrote; for intent-slot a folder with train,
-    /// valid and test, each with seq.in, seq.out and label, or train.jsonl, valid.jsonl and
-    /// test.jsonl
+    /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the hub,
+    /// OWNER/NAME; or a folder made by `prepare`. For intent-slot, a folder with train, valid and
+    /// test, each with seq.in, seq.out and label, or with train.jsonl, valid.jsonl and test.jsonl
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
-    /// nested A.B [default: the recipe's, or text]
+    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one [default:
+    /// the recipe's, or text]
     #[arg(long, value_name = "NAME", conflicts_with = "resume")]
     field: Option<String>,
-    /// A model to begin from: its folder or .gguf file, or its name on the hub, OWNER/NAME
+    /// Initialize from this model: folder, .gguf file, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
     init: Option<PathBuf>,
-    /// Where the run goes [default: runs/NAME]
+    /// Output folder [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Steps to take
+    /// Number of optimizer steps
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Train this many models, each from the next seed, and report mean and standard deviation
+    /// Train N models with consecutive seeds and report mean and standard deviation
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
     seeds: Option<u64>,
-    /// Train a model for each of several values of a setting, in turn, and show them beside each other; with several such settings for
-    /// each of their combinations
+    /// Train one model per value of a setting, and compare them; several --sweep train every
+    /// combination
     #[arg(long, value_name = "KEY=A,B,..", conflicts_with_all = ["resume", "seeds"])]
     sweep: Vec<String>,
-    /// Go on with the run in --out, or with the latest in runs/
+    /// Resume the run in --out, or the latest in runs/
     #[arg(long, conflicts_with_all = ["recipe", "data", "task"])]
     resume: bool,
-    /// Go on even if the data or the tokenizer is not what the run began with
+    /// Resume even if the data or the tokenizer changed since the run began
     #[arg(long)]
     allow_changed_data: bool,
-    /// Lines rather than the dashboard
+    /// Print plain lines instead of the dashboard
     #[arg(long)]
     plain: bool,
-    /// Tell Weights & Biases of the run, in this project, through its own Python client
+    /// Log to this Weights & Biases project, through its own Python client
     #[arg(long, value_name = "PROJECT")]
     wandb: Option<String>,
     /// Train on this many GPUs of this machine, a process each; with --backend cpu in as many
@@ -75,10 +74,10 @@ pub(super) struct TrainArgs {
     gpus: Option<u16>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of activations [default: the recipe's]
+    /// Data type of activations [default: the recipe's]
     #[arg(long)]
     precision: Option<Precision>,
-    /// Where all randomness comes from [default: the recipe's]
+    /// Random seed [default: the recipe's]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
 }
@@ -189,7 +188,7 @@ fn train_here(
     }
 }
 
-/// The recipe asked for, or the one for the task and its data.
+/// The recipe that was asked for, or the default of the task and its data.
 pub(super) fn recipe_from(
     recipe: Option<&Path>,
     task: Option<TaskName>,
@@ -204,7 +203,7 @@ pub(super) fn recipe_from(
         Some(task) if task != recipe.task => {
             let (name, wanted) = (&recipe.name, task.to_possible_value());
             let wanted = wanted.as_ref().map_or("", |value| value.get_name());
-            Err(Failure::usage(format!("recipe {name} is for another task than {wanted}: leave out --task, or it")))
+            Err(Failure::usage(format!("recipe {name} is not for task {wanted}: leave out --task or the recipe")))
         }
         _ => Ok(recipe),
     }
@@ -232,6 +231,7 @@ fn train_one(
         Outcome::Done(summary) => {
             tell(&summary);
             match task.writes_text() {
+                _ if task == TaskName::Chat => eprintln!("\nTry it: fireclay chat --model {}", folder.display()),
                 true => show_sample(&folder, backend)?,
                 false => eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display()),
             }
@@ -244,14 +244,14 @@ fn train_one(
 fn interrupted(folder: &Path, step: u64) -> ExitCode {
     let folder = folder.display();
     match step {
-        0 => eprintln!("stopped before the first step: there is nothing to save"),
-        _ => eprintln!("stopped and saved at step {step}; go on with: fireclay train --resume --out {folder}"),
+        0 => eprintln!("stopped before the first step: nothing to save"),
+        _ => eprintln!("stopped and saved at step {step}; resume with: fireclay train --resume --out {folder}"),
     }
     signalled()
 }
 
-/// Trains a model from each of several seeds, one after the other, into folders of their own. A seed that is done
-/// already is not trained again, and one that was interrupted goes on.
+/// Trains a model per seed, one after the other, each into its own folder. Skips seeds that are
+/// done and resumes one that was interrupted.
 fn train_seeds(
     recipe: &Recipe,
     seeds: u64,
@@ -274,7 +274,7 @@ fn train_seeds(
         match backend.run(shown(run, args, backend).with_interrupter(interrupter.clone()))? {
             Outcome::Done(summary) => summaries.push(of_seed(summary, seed, args.run.json)),
             Outcome::Interrupted(step) => {
-                eprintln!("stopped at step {step} of seed {seed}; the same command goes on from there");
+                eprintln!("stopped at step {step} of seed {seed}; run the same command again to continue");
                 return Ok(signalled());
             }
         }
@@ -293,8 +293,8 @@ fn train_seeds(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Trains a model for each combination of the settings' values, one after the other, into folders of their own. One that is done
-/// already is not trained again, and one that was interrupted goes on.
+/// Trains a model per combination of the settings' values, one after the other, each into its own
+/// folder. Skips combinations that are done and resumes one that was interrupted.
 fn train_sweep(
     recipe: &Recipe,
     out: &Path,
@@ -336,7 +336,7 @@ fn train_sweep(
             }
             Outcome::Done(summary) => tell(&summary),
             Outcome::Interrupted(step) => {
-                eprintln!("stopped at step {step} of {}; the same command goes on from there", name.join(", "));
+                eprintln!("stopped at step {step} of {}; run the same command again to continue", name.join(", "));
                 return Ok(signalled());
             }
         }
@@ -353,19 +353,19 @@ fn train_sweep(
         stdout::line(json!({ "event": "done", "runs": runs, "best": best, "out": out.display().to_string() }));
     } else {
         stdout::line(format!("\n{}", comparison.table()));
-        eprintln!("\nthe best is {best}; curves of all are in {}", out.join("compare.html").display());
+        eprintln!("\nthe best run is {best}; all curves are in {}", out.join("compare.html").display());
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// A run as the command line wants it shown and recorded.
+/// A run, displayed and recorded as the command line asks.
 fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRun {
     let device = backend.devices().ok().and_then(|devices| devices.into_iter().next());
     let device = device.map_or_else(|| backend.as_str().to_string(), |device| device.name);
     run.with_view(view(args)).with_record(device, std::env::args().collect()).with_wandb(args.wandb.clone())
 }
 
-/// Tells the summary of one of several runs.
+/// Prints the summary of one of several runs.
 fn of_seed(mut summary: Value, seed: u64, as_json: bool) -> Value {
     summary["event"] = json!("seed");
     summary["seed"] = json!(seed);
@@ -377,7 +377,8 @@ fn of_seed(mut summary: Value, seed: u64, as_json: bool) -> Value {
     summary
 }
 
-/// The `done` line of several runs: each measured number as its mean and (corrected) standard deviation.
+/// The `done` line of several runs: each measured number as its mean and (corrected) standard
+/// deviation.
 fn spread(summaries: &[Value], out: &Path) -> Value {
     let mut spread = json!({ "event": "done", "seeds": summaries.len() });
     let first = summaries.first().and_then(Value::as_object);
@@ -444,7 +445,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));
     let settings: Vec<String> = steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect();
     recipe = with_settings(recipe, args.data.as_deref(), args.precision, &settings)?;
-    if recipe.task == TaskName::Language {
+    if matches!(recipe.task, TaskName::Language | TaskName::Chat) {
         let fetched = |source: &str| Ok::<_, Failure>(fetched_data(Path::new(source))?.display().to_string());
         if !EMBEDDED.contains(&recipe.data.source.as_str()) && !recipe.data.source.is_empty() {
             recipe.data.source = fetched(&recipe.data.source)?;
@@ -455,7 +456,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     }
     // A run that goes on has its weights.
     if !args.resume
-        && let Some(init) = recipe.begins_with()?
+        && let Some(init) = recipe.init_model()?
     {
         recipe.init = Some(fetched(init, args.run.backend())?);
     }
@@ -469,12 +470,12 @@ fn free_folder(name: &str) -> PathBuf {
     candidates.into_iter().find(|path| !path.exists()).unwrap_or_else(|| PathBuf::from("runs").join(name))
 }
 
-/// The folder in runs/ that was written to last.
+/// The most recently written folder in runs/.
 fn latest_run() -> Result<PathBuf, Failure> {
     let entries = std::fs::read_dir("runs").into_iter().flatten().flatten();
     let runs = entries.map(|entry| entry.path()).filter(|path| path.join("training").is_dir());
     let newest = runs.max_by_key(|path| std::fs::metadata(path.join("training")).and_then(|meta| meta.modified()).ok());
-    newest.ok_or_else(|| Failure::new("there is no run in runs/ to go on with: say which with --out DIR"))
+    newest.ok_or_else(|| Failure::new("no run in runs/ to resume: name one with --out DIR"))
 }
 
 /// The summary for people.
@@ -483,7 +484,7 @@ fn tell(summary: &Value) {
     let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));
     let valid = number("valid_loss");
     if summary["train_loss"].is_null() {
-        eprintln!("{steps} steps, all of them before; validation loss {valid:.4}, in nats");
+        eprintln!("{steps} steps, all in earlier runs; validation loss {valid:.4}, in nats");
     } else {
         eprintln!("{steps} steps at {speed:.0} tokens/s, the first after {first:.1}s");
         eprintln!("training loss {:.4}, validation loss {valid:.4}, in nats", number("train_loss"));
@@ -495,18 +496,18 @@ fn tell(summary: &Value) {
         );
     }
     let (best, out) = (summary["best_step"].as_u64().unwrap_or(0), summary["out"].as_str().unwrap_or(""));
-    eprintln!("the model of step {best}, the best on held-out text, is in {out}");
+    eprintln!("the model of step {best}, with the lowest validation loss, is in {out}");
 }
 
-/// Lets the new model write a little.
+/// Generates a short sample from the new model.
 fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
     let out = folder.display();
-    eprintln!("\nIt writes:\n");
+    eprintln!("\nSample:\n");
     let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
     let prompt = if tokenizer.encode("\n").is_ok() { "\n" } else { " " };
     let options = GenerationOptions { temperature: 0.7, stop: vec!["\n\n".into()], ..Default::default() };
     let run = GenerationRun {
-        model: folder.to_path_buf(),
+        model: fetched_source(folder, None, backend)?,
         prompts: vec![prompt.to_string()],
         options,
         precision: Precision::F32,

@@ -1,5 +1,5 @@
-//! Requests to the hub. The token goes to the hub's host alone, redirects are followed one by one, and a transfer that
-//! stalls ends in an error.
+//! HTTP client for the hub. The token goes only to the hub's host, redirects are followed one by
+//! one, and stalled transfers fail.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -10,29 +10,29 @@ use ureq::http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_RANGE, ETAG, LOC
 use ureq::http::{HeaderMap, Response, StatusCode, Uri};
 use ureq::{Agent, Body};
 
-/// Redirects that are followed for one request.
+/// Maximum redirects per request.
 const MOST_REDIRECTS: usize = 10;
-/// Time to reach a host.
+/// Connection timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why a file could not be fetched.
+/// Why a file could not be downloaded.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FetchError {
     /// The network failed.
     #[error("{}", cause(.0))]
     Network(#[from] ureq::Error),
-    /// Something answered, but not with what was asked for.
+    /// The response was not successful.
     #[error("http status: {0}")]
     Status(u16),
-    /// A header is missing or makes no sense.
+    /// A header is missing or invalid.
     #[error("header {0} is missing or invalid")]
     Header(&'static str),
-    #[error("it redirects without an end")]
+    #[error("too many redirects")]
     Redirects,
-    /// What came is not what the hub described.
-    #[error("its sha256 is {found}, and not {expected} as the hub says; the same command fetches it anew")]
+    /// The content does not match the hub's metadata.
+    #[error("its sha256 is {found} instead of the hub's {expected}; run the same command again to download it anew")]
     Hash { expected: String, found: String },
-    #[error("another fireclay is fetching it (it holds {}): wait for it, then run this again", .0.display())]
+    #[error("another fireclay process is downloading it (it holds {}): wait for it, then try again", .0.display())]
     Locked(PathBuf),
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -50,14 +50,14 @@ impl FetchError {
         if let Self::Status(status) = self { Some(*status) } else { None }
     }
 
-    /// Whether the same may succeed in a while: the network failed or the hub is busy, not the file system.
+    /// Whether a retry may succeed: the network failed or the hub is busy, not the file system.
     pub(super) fn is_passing(&self) -> bool {
         use ErrorKind::{ConnectionAborted, ConnectionReset, InvalidData, Other, TimedOut, UnexpectedEof};
         match self {
             Self::Network(error) => {
                 use ureq::Error::{ConnectionFailed, HostNotFound, Io, Timeout};
                 match error {
-                    // Where nobody listens, nobody will in half a minute.
+                    // A refused connection will not recover in half a minute.
                     Io(error) => error.kind() != ErrorKind::ConnectionRefused,
                     error => matches!(error, ConnectionFailed | HostNotFound | Timeout(_)),
                 }
@@ -72,17 +72,17 @@ impl FetchError {
     }
 }
 
-/// What the hub, and whoever it redirects to, answered.
+/// A response of the hub, or of a host that it redirects to.
 pub(super) struct Answer {
-    /// The commit that the file is of, as the hub says.
+    /// The commit of the file.
     pub(super) commit: Option<String>,
-    /// The hub's name for the file's content; the sha256 of a large file.
+    /// The hub's ETag of the content; the sha256 of a large file.
     pub(super) etag: Option<String>,
     pub(super) response: Response<Body>,
 }
 
 impl Answer {
-    /// Bytes of the whole file, whether a range of it came or, from a host that knows no ranges, all of it.
+    /// Size of the whole file, also if only a range of it was sent.
     pub(super) fn total_size(&self) -> Result<u64, FetchError> {
         let header = if self.is_partial() { CONTENT_RANGE } else { CONTENT_LENGTH };
         let said = text(self.response.headers(), header.as_str());
@@ -90,7 +90,7 @@ impl Answer {
         total.ok_or(FetchError::Header("content-range"))
     }
 
-    /// The file's byte that the body begins with.
+    /// Offset of the body's first byte in the file.
     pub(super) fn begin(&self) -> Result<u64, FetchError> {
         if !self.is_partial() {
             return Ok(0);
@@ -113,10 +113,10 @@ pub(super) struct Client {
 }
 
 impl Client {
-    /// For the hub at `endpoint`; a transfer of which nothing comes for `stall` fails.
+    /// For the hub at `endpoint`; a transfer that receives nothing for `stall` fails.
     pub(super) fn new(endpoint: &str, token: Option<String>, stall: Duration) -> Result<Self, FetchError> {
         let hub = endpoint.parse().ok().filter(|hub: &Uri| hub.scheme().is_some() && hub.authority().is_some());
-        let hub = hub.ok_or_else(|| ureq::Error::BadUri(format!("{endpoint} is no address")))?;
+        let hub = hub.ok_or_else(|| ureq::Error::BadUri(format!("{endpoint} is not a URL")))?;
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -126,7 +126,7 @@ impl Client {
         Ok(Self { agent: config.build().into(), hub, token })
     }
 
-    /// Fetches what is at a path of the hub, or a range of its bytes.
+    /// Requests a path of the hub, or a range of its bytes.
     pub(super) fn get(&self, path: &str, range: Option<&str>) -> Result<Answer, FetchError> {
         let mut url = format!("{}{path}", self.hub.to_string().trim_end_matches('/'));
         let (mut commit, mut etag, mut linked) = (None, None, None);
@@ -167,7 +167,7 @@ impl Client {
         uri.scheme() == self.hub.scheme() && uri.authority() == self.hub.authority()
     }
 
-    /// Where a redirect leads: to a path of the same host, or to an address that is no less safe than the hub's.
+    /// The target of a redirect: on the same host, or at an address that is no less secure.
     pub(super) fn redirected(&self, from: &Uri, location: &str) -> Option<String> {
         let (scheme, host) = (from.scheme_str()?, from.authority()?);
         if location.starts_with("//") {

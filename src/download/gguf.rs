@@ -1,15 +1,14 @@
-//! Which of a repository's GGUF files is meant by a quantization: `Q4_K_M`, or more of a file's
-//! name.
+//! Selects a GGUF file of a repository by its quantization, `Q4_K_M`, or by more of its name.
 
 use std::collections::BTreeMap;
 
 use super::is_plain;
 
-/// What is no model by itself: the part of one that sees pictures.
+/// Prefix of files that are not models: vision projectors.
 const PROJECTOR: &str = "mmproj";
 const ENDING: &str = ".gguf";
 
-/// Models among files: the parts of each, by what their names share.
+/// Groups files to models: the parts of each, by their common name.
 fn models<'a>(files: impl Iterator<Item = &'a str>) -> BTreeMap<String, Vec<&'a str>> {
     let mut models: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for file in files {
@@ -24,7 +23,7 @@ fn models<'a>(files: impl Iterator<Item = &'a str>) -> BTreeMap<String, Vec<&'a 
     models
 }
 
-/// What stands before `-00001-of-00003`, the part's number, and how many there are.
+/// The name before `-00001-of-00003`, the part's number, and the number of parts.
 fn split(stem: &str) -> Option<(&str, usize, usize)> {
     let (rest, count) = stem.rsplit_once("-of-")?;
     let (stem, number) = rest.rsplit_once('-')?;
@@ -32,7 +31,7 @@ fn split(stem: &str) -> Option<(&str, usize, usize)> {
     Some((stem, five(number)?, five(count)?))
 }
 
-/// Whether words of a name are `wanted`, in either case, and none of them goes on.
+/// Whether whole words of a name are `wanted`, ignoring case.
 fn names(file: &str, wanted: &str) -> bool {
     let (file, wanted) = (file.to_lowercase(), wanted.to_lowercase());
     let ends = |next: Option<char>| next.is_none_or(|next| !next.is_ascii_alphanumeric() && next != '_');
@@ -41,15 +40,15 @@ fn names(file: &str, wanted: &str) -> bool {
         .any(|(at, _)| begins(file[..at].chars().next_back()) && ends(file[at + wanted.len()..].chars().next()))
 }
 
-/// The names of GGUF files that models may be chosen by: those of first parts.
+/// The names of models to choose from: those of single files and of first parts.
 pub(super) fn first_parts<'a>(files: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     models(files).into_values().filter_map(|parts| parts.first().copied()).collect()
 }
 
-/// The file that is `wanted`, or all its parts, the first one first.
+/// The file that is `wanted`, or all its parts, in order.
 ///
 /// # Errors
-/// Why there is none, with what there is.
+/// Why there is none, with the available names.
 pub(super) fn chosen<'a>(files: impl Iterator<Item = &'a str> + Clone, wanted: &str) -> Result<Vec<&'a str>, String> {
     let models = models(files.clone());
     let found: Vec<&Vec<&str>> = models.values().filter(|parts| parts.iter().any(|part| names(part, wanted))).collect();
@@ -66,7 +65,7 @@ pub(super) fn chosen<'a>(files: impl Iterator<Item = &'a str> + Clone, wanted: &
         [] => Err(format!("no GGUF file is {wanted}; there are {}", first_parts(files).join(", "))),
         ref several => {
             let names: Vec<&str> = several.iter().filter_map(|parts| parts.first().copied()).collect();
-            Err(format!("several GGUF files are {wanted}: give more of the name of one of {}", names.join(", ")))
+            Err(format!("several GGUF files are {wanted}: name one of {}", names.join(", ")))
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The folder of a model or of a dataset, fetched from the hub where only its name is given.
+//! Model and dataset folders, downloaded from the hub when given by name.
 //!
-//! Of a repository of GGUF files one is meant by its quantization, `OWNER/NAME:Q4_K_M`. Files go
-//! where every program of the hub keeps them: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they
-//! are there, no network is needed.
+//! `OWNER/NAME:Q4_K_M` selects a GGUF file of a repository by quantization. Files are stored in the
+//! hub's usual cache: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they are there, no network
+//! is needed.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -22,9 +22,9 @@ use crate::progress::Line;
 mod client;
 mod gguf;
 
-/// Files without which there is no model.
+/// Required files of a model.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
-/// Files that some models have.
+/// Optional files of a model.
 const OPTIONAL: [&str; 5] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -32,46 +32,46 @@ const OPTIONAL: [&str; 5] = [
     "chat_template.jinja",
     "labels.json",
 ];
-/// Where further chat templates are.
+/// Folder of additional chat templates.
 const TEMPLATES: &str = "additional_chat_templates/";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// How often a file that breaks off is taken up again.
+/// Maximum resumptions of an interrupted file.
 const RETRIES: u32 = 5;
-/// Time without a byte after which a transfer counts as broken off.
+/// Time without data after which a transfer counts as interrupted.
 const STALL: Duration = Duration::from_secs(60);
-/// How often, a second apart, a file that another process fetches is waited for.
+/// How often, once a second, to check for a file that another process downloads.
 const LOCK_TRIES: usize = 5;
-/// Bytes of a file from which on its download is shown.
+/// Size from which a download shows its progress, in bytes.
 const LARGE: u64 = 1 << 20;
 
-/// Called with a file's name, the bytes that are there, and its size.
+/// Called with a file's name, the bytes received, and its size.
 pub type FileProgress<'a> = &'a mut dyn FnMut(&str, u64, u64);
 
-/// Why a model could not be fetched.
+/// Why a model could not be downloaded.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
-    /// There is no way to the hub.
+    /// The hub cannot be reached.
     #[error("cannot reach {endpoint} to fetch {model}: {cause}; put its files in {folder} or give a folder")]
     Unreachable {
         /// The hub's address.
         endpoint: String,
-        /// The model, as it was asked for.
+        /// The model, as given.
         model: String,
         /// What went wrong.
         cause: String,
-        /// Where its files are looked for.
+        /// The folder for its files.
         folder: PathBuf,
     },
-    /// The hub does not give the model, or not all of it, or there is no place for it.
+    /// The hub does not provide the model, or the cache is not usable.
     #[error("{model}: {reason}")]
     Refused {
-        /// The model, as it was asked for.
+        /// The model, as given.
         model: String,
-        /// Why, and what helps.
+        /// The reason, with a remedy.
         reason: String,
     },
-    /// An index does not say which files there are.
+    /// An index is invalid.
     #[error("{path}: {reason}")]
     Index {
         /// The index.
@@ -87,13 +87,14 @@ impl From<DownloadError> for Failure {
     }
 }
 
-/// The folder of a model: `model` itself, or, where that does not exist and is an `owner/name` or
-/// `owner/name@revision` of the hub, the one in the hub's cache, its files fetched where they are
-/// missing. Of `owner/name:Q4_K_M` or `owner/name@revision:Q4_K_M` it is the GGUF file with that in
-/// its name, of several parts the first.
+/// The folder of a model: `model` itself if it exists. Else, for `owner/name` or
+/// `owner/name@revision`, its folder in the hub's cache, with missing files downloaded. For
+/// `owner/name:Q4_K_M` or `owner/name@revision:Q4_K_M`, the GGUF file with that in its name, or the
+/// first of its parts.
 ///
 /// # Errors
-/// If files are missing and the hub cannot be reached or does not give them, or the cache cannot be written.
+/// If files are missing and the hub cannot be reached or does not provide them, or the cache cannot
+/// be written.
 pub fn model_folder(model: &Path, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
     match HubModel::parse(model) {
         Some(wanted) if !model.exists() => Hub::new(wanted, |name| std::env::var_os(name))?.fetch(progress),
@@ -101,9 +102,9 @@ pub fn model_folder(model: &Path, progress: FileProgress<'_>) -> Result<PathBuf,
     }
 }
 
-/// The folder of a text: `data` itself, or, where that does not exist and is an `owner/name` or `owner/name@revision` of the hub's
-/// datasets, the one in the hub's cache. Of its files those are fetched that text is read from, Parquet, JSON lines and plain text, and
-/// of these the training part, where their names tell parts apart.
+/// The folder of a dataset: `data` itself if it exists. Else, for `owner/name` or
+/// `owner/name@revision`, its folder in the hub's cache, with the Parquet, JSON lines or text files
+/// of the training split downloaded.
 ///
 /// # Errors
 /// As [`model_folder`].
@@ -117,7 +118,7 @@ pub fn dataset_folder(data: &Path, progress: FileProgress<'_>) -> Result<PathBuf
     }
 }
 
-/// Shows on a terminal how much of a large file is there, and nothing more when all of it is.
+/// Shows the download progress of large files on a terminal, and clears it at the end.
 pub fn show_fetching() -> impl FnMut(&str, u64, u64) {
     let (terminal, mut line) = (io::stderr().is_terminal(), Line::default());
     move |file, done, total| {
@@ -133,7 +134,7 @@ fn fetching(file: &str, done: u64, total: u64) -> String {
     format!("fetching {file}: {:>3}% of {:.2} {name}", percent.floor(), total as f64 / unit)
 }
 
-/// What the hub keeps.
+/// A kind of repository.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Model,
@@ -148,7 +149,7 @@ impl Kind {
         }
     }
 
-    /// What stands before a name in an address.
+    /// Path prefix in URLs.
     fn prefix(self) -> &'static str {
         match self {
             Self::Model => "",
@@ -157,14 +158,14 @@ impl Kind {
     }
 }
 
-/// The name of a model, or of a dataset, on the hub.
+/// The name of a model or dataset on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct HubModel {
     kind: Kind,
     asked: String,
     id: String,
     revision: String,
-    /// What the name of the GGUF file has that is meant.
+    /// Part of the name of the wanted GGUF file.
     quantization: Option<String>,
 }
 
@@ -177,7 +178,7 @@ impl HubModel {
         };
         let (id, revision) = named.split_once('@').unwrap_or((named, "main"));
         let (owner, name) = id.split_once('/')?;
-        // What ends so is a file that is not there.
+        // A path to a missing file, not a name.
         let legal = is_plain(owner) && is_plain(name) && !name.ends_with(".gguf");
         let legal = legal && revision.split('/').all(is_plain) && quantization.is_none_or(is_plain);
         legal.then(|| Self {
@@ -194,46 +195,46 @@ impl HubModel {
     }
 }
 
-/// Whether it is a name, and no way into another folder.
+/// Whether it is a valid name, without path traversal.
 fn is_plain(name: &str) -> bool {
     let legal = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     !name.is_empty() && !name.starts_with('.') && name.bytes().all(legal)
 }
 
-/// The sha256 that a large file's name on the hub is.
+/// The sha256 in a large file's ETag.
 fn sha256(etag: &str) -> Option<&str> {
     let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     (etag.len() == 64 && etag.bytes().all(hex)).then_some(etag)
 }
 
-/// A model on the hub, and the cache in which it is kept.
+/// A repository on the hub, and its cache.
 struct Hub {
     model: HubModel,
     client: Client,
-    /// The folder of all models.
+    /// The cache folder.
     cache: PathBuf,
     endpoint: String,
     token: Option<String>,
     token_file: PathBuf,
-    /// Time before a file is taken up again; twice as long each time.
+    /// Delay before the first retry; doubles each time.
     pause: Duration,
 }
 
-/// What the hub says of a revision.
+/// The hub's metadata of a revision.
 struct Listing {
     commit: String,
     files: BTreeSet<String>,
 }
 
 impl Hub {
-    /// The hub that the environment's variables describe.
+    /// The hub configured by environment variables.
     fn new(model: HubModel, variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, DownloadError> {
         let variable = |name| variable(name).filter(|value| !value.is_empty());
         let path = |name| variable(name).map(PathBuf::from);
         let text = |name| variable(name).map(|value| value.to_string_lossy().trim().to_string());
         let caches = || path("XDG_CACHE_HOME").or_else(|| Some(dirs::home_dir()?.join(".cache")));
         let home = path("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
-        let home = home.ok_or_else(|| model.refused("no home folder to keep it in: set HF_HOME".into()))?;
+        let home = home.ok_or_else(|| model.refused("no home folder for the cache: set HF_HOME".into()))?;
         let cache = path("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub"));
         let token_file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
         let written = || Some(fs::read_to_string(&token_file).ok()?.trim().to_string());
@@ -245,22 +246,22 @@ impl Hub {
         Ok(Self { model, client, cache, endpoint, token, token_file, pause: Duration::from_secs(1) })
     }
 
-    /// The model's folder in the cache, laid out as the hub's own programs do it.
+    /// The repository's folder in the cache, in the hub's layout.
     fn repo(&self) -> PathBuf {
         self.cache.join(format!("{}s--{}", self.model.kind.as_str(), self.model.id.replace('/', "--")))
     }
 
-    /// Where the files of a commit are.
+    /// The folder of a commit's files.
     fn snapshot(&self, commit: &str) -> PathBuf {
         self.repo().join("snapshots").join(commit)
     }
 
-    /// The file that says which commit the revision was when it was fetched.
+    /// The file that stores the commit of the revision.
     fn reference(&self) -> PathBuf {
         self.repo().join("refs").join(&self.model.revision)
     }
 
-    /// Where the model's files are looked for.
+    /// The folder where the model's files are looked for.
     fn folder(&self) -> PathBuf {
         let commit = fs::read_to_string(self.reference()).unwrap_or_default();
         self.snapshot(Some(commit.trim()).filter(|commit| is_plain(commit)).unwrap_or(&self.model.revision))
@@ -299,7 +300,7 @@ impl Hub {
         Ok(folder)
     }
 
-    /// The GGUF file with `wanted` in its name, and the other parts of its model.
+    /// The GGUF file with `wanted` in its name, with the other parts of its model.
     fn fetch_gguf(&self, wanted: &str, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
         let folder = self.folder();
         let there = files_in(&folder);
@@ -319,7 +320,7 @@ impl Hub {
     }
 
     fn fetch_dataset(&self, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
-        // What is whole is so named; a folder that is not is one that broke off.
+        // A complete snapshot has this name; others were interrupted.
         if self.reference().is_file() && self.folder().is_dir() {
             return Ok(self.folder());
         }
@@ -336,14 +337,14 @@ impl Hub {
         Ok(self.snapshot(&commit))
     }
 
-    /// Keeps which commit the revision is.
+    /// Stores the commit of the revision.
     fn refer(&self, commit: &str) -> Result<(), DownloadError> {
         let reference = self.reference();
         let named = reference.parent().map_or(Ok(()), fs::create_dir_all);
         named.and_then(|()| fs::write(&reference, commit)).map_err(|error| self.explain(None, error.into()))
     }
 
-    /// The commit that the revision is now, and its files.
+    /// The revision's current commit, and its files.
     fn listing(&self) -> Result<Listing, DownloadError> {
         let (kind, id) = (self.model.kind.as_str(), &self.model.id);
         let path = format!("/api/{kind}s/{id}/revision/{}", self.model.revision.replace('/', "%2F"));
@@ -354,17 +355,17 @@ impl Hub {
             let name = |file: &Value| file["rfilename"].as_str().map(String::from);
             Some(Listing { commit, files: json["siblings"].as_array()?.iter().filter_map(name).collect() })
         };
-        let reason = || format!("what answers at {} is no hub, or wants a login first", self.endpoint);
+        let reason = || format!("{} is not a hub, or needs a login", self.endpoint);
         serde_json::from_str(&text).ok().and_then(listing).ok_or_else(|| self.model.refused(reason()))
     }
 
-    /// Fetches a file of a commit unless it is there.
+    /// Downloads a file of a commit unless it exists.
     fn file(&self, commit: &str, file: &str, progress: FileProgress<'_>) -> Result<(), DownloadError> {
         let fetched = self.patiently(|| self.attempt(commit, file, progress));
         fetched.map_err(|error| self.explain(Some(file), error))
     }
 
-    /// Does it again, and again later, where the network or the hub failed and may not the next time.
+    /// Retries with increasing delays after temporary errors.
     fn patiently<T>(&self, mut work: impl FnMut() -> Result<T, FetchError>) -> Result<T, FetchError> {
         let mut tries = 0;
         loop {
@@ -376,7 +377,7 @@ impl Hub {
         }
     }
 
-    /// Fetches what is missing of a file, into a blob that bears the hub's name for its content, and links to it.
+    /// Downloads the missing part of a file to a blob named by its ETag, and links to it.
     fn attempt(&self, commit: &str, file: &str, progress: FileProgress<'_>) -> Result<(), FetchError> {
         let pointer = self.snapshot(commit).join(file);
         if pointer.exists() {
@@ -402,7 +403,7 @@ impl Hub {
         link(&etag, &blob, &pointer, file.matches('/').count())
     }
 
-    /// Goes on with a file where its part ends, and checks the whole.
+    /// Resumes a file and verifies the whole.
     fn transfer(
         &self,
         path: &str,
@@ -423,7 +424,7 @@ impl Hub {
             let mut answer = self.client.get(path, Some(&format!("bytes={done}-")))?;
             match answer.begin()? {
                 begin if begin == done => {}
-                // A host that knows no ranges sends the whole file: begin again.
+                // A host without range support sends the whole file: start over.
                 0 => {
                     output.set_len(0)?;
                     (done, hash) = (0, Sha256::new());
@@ -439,7 +440,9 @@ impl Hub {
                 }
                 if done + read as u64 > size {
                     output.set_len(0)?;
-                    return Err(io::Error::new(ErrorKind::InvalidInput, format!("more than {size} bytes came")).into());
+                    return Err(
+                        io::Error::new(ErrorKind::InvalidInput, format!("received more than {size} bytes")).into()
+                    );
                 }
                 output.write_all(&buffer[..read])?;
                 hash.update(&buffer[..read]);
@@ -448,7 +451,7 @@ impl Hub {
             }
         }
         if done != size {
-            let what = format!("{done} bytes came, and not {size}");
+            let what = format!("received {done} bytes instead of {size}");
             return Err(io::Error::new(ErrorKind::UnexpectedEof, what).into());
         }
         if let Some(expected) = sha256 {
@@ -461,7 +464,7 @@ impl Hub {
         Ok(output.sync_all()?)
     }
 
-    /// What an error means to whoever asked for the model, or for `file` after the hub has shown the model.
+    /// The error for the user, for the repository or, once that is known, for `file`.
     fn explain(&self, file: Option<&str>, error: FetchError) -> DownloadError {
         let (endpoint, id, folder) = (&self.endpoint, &self.model.id, self.folder());
         let kind = self.model.kind.as_str();
@@ -469,11 +472,11 @@ impl Hub {
         let cause = error.to_string();
         self.model.refused(match (error.status(), file) {
             (Some(401), None) if self.token.is_none() => {
-                format!("no such folder, and {endpoint} shows no such {kind} without a token: if it is private, {mend}")
+                format!("no such folder, and {endpoint} has no public {kind} of this name: if it is private, {mend}")
             }
-            (Some(401), None) => format!("{endpoint} does not know the token: {mend} that is valid"),
+            (Some(401), None) => format!("{endpoint} rejects the token: {mend} that is valid"),
             (Some(401 | 403), _) => {
-                format!("not for everyone: ask for access at {endpoint}/{}{id}, then {mend}", self.model.kind.prefix())
+                format!("access is restricted: ask for it at {endpoint}/{}{id}, then {mend}", self.model.kind.prefix())
             }
             (Some(404), None) => format!("no such folder, and {endpoint} has no such {kind} or revision"),
             (None, None) if matches!(error, FetchError::Network(_)) => {
@@ -481,15 +484,15 @@ impl Hub {
                 return DownloadError::Unreachable { endpoint, model, cause, folder };
             }
             (_, Some(file)) if error.is_passing() => {
-                format!("fetching {file} broke off: {cause}; the same command goes on from there")
+                format!("fetching {file} failed: {cause}; run the same command again to continue")
             }
             (_, Some(file)) => format!("cannot fetch {file} from {endpoint} to {}: {cause}", folder.display()),
-            (_, None) => format!("cannot ask {endpoint} for {id}: {cause}"),
+            (_, None) => format!("cannot query {endpoint} for {id}: {cause}"),
         })
     }
 }
 
-/// What the hub says of a file.
+/// The hub's metadata of a file.
 struct Described<'a> {
     file: &'a str,
     /// Bytes.
@@ -497,7 +500,7 @@ struct Described<'a> {
     sha256: Option<&'a str>,
 }
 
-/// Holds a file's lock while the returned one lives; a process that dies lets it go.
+/// Locks a file while the returned handle lives; the system frees the lock when the process dies.
 fn lock(path: PathBuf) -> Result<File, FetchError> {
     let file = File::create(&path)?;
     for tried in 0.. {
@@ -511,9 +514,9 @@ fn lock(path: PathBuf) -> Result<File, FetchError> {
     Ok(file)
 }
 
-/// Makes a blob a file of a snapshot, as the hub's own programs do.
+/// Links a blob into a snapshot, in the hub's layout.
 fn link(etag: &str, blob: &Path, pointer: &Path, depth: usize) -> Result<(), FetchError> {
-    // A link to what is gone is there, but does not exist.
+    // A dangling link is present but does not "exist".
     if fs::symlink_metadata(pointer).is_ok() {
         fs::remove_file(pointer)?;
     }
@@ -521,15 +524,15 @@ fn link(etag: &str, blob: &Path, pointer: &Path, depth: usize) -> Result<(), Fet
     let linked = std::os::unix::fs::symlink(Path::new(&"../".repeat(2 + depth)).join("blobs").join(etag), pointer);
     #[cfg(not(unix))]
     let linked = Err(io::Error::from(ErrorKind::Unsupported));
-    // Not every file system has links.
+    // Not every file system supports links.
     let copy = || {
-        let beside = pointer.with_extension("partial");
-        fs::copy(blob, &beside).and_then(|_| fs::rename(&beside, pointer))
+        let partial = pointer.with_extension("partial");
+        fs::copy(blob, &partial).and_then(|_| fs::rename(&partial, pointer))
     };
     Ok(linked.or_else(|_| fs::hard_link(blob, pointer)).or_else(|_| copy())?)
 }
 
-/// The files of a dataset that text is read from; where names tell parts apart, those for training.
+/// The text files of a dataset; of its training split, if names tell splits apart.
 fn text_files(files: &BTreeSet<String>) -> Vec<&str> {
     let is_text = |file: &&str| {
         let inner = file.strip_suffix(".gz").or_else(|| file.strip_suffix(".zst")).unwrap_or(file);
@@ -540,19 +543,19 @@ fn text_files(files: &BTreeSet<String>) -> Vec<&str> {
     let has = |file: &str, part: &str| file.to_lowercase().split(['/', '-', '_', '.']).any(|word| word == part);
     let train: Vec<&str> = found.iter().copied().filter(|file| has(file, "train")).collect();
     let held_out = |file: &&str| ["test", "valid", "validation", "dev"].iter().any(|part| has(file, part));
-    // One format of several is enough, and a note beside the data is none of it.
+    // One of several formats is enough, and a README is not data.
     let chosen = if train.is_empty() { found.into_iter().filter(|file| !held_out(file)).collect() } else { train };
     let of = |ending: &str| -> Vec<&str> { chosen.iter().copied().filter(|file| file.contains(ending)).collect() };
     [of(".parquet"), of(".jsonl"), of(".ndjson"), of(".txt")].into_iter().find(|of| !of.is_empty()).unwrap_or_default()
 }
 
-/// Whether a file is one of the further chat templates.
+/// Whether a file is an additional chat template.
 fn is_template(file: &str) -> bool {
     let name = file.strip_prefix(TEMPLATES).and_then(|name| name.strip_suffix(".jinja"));
     name.is_some_and(|name| !name.contains('/') && is_plain(name))
 }
 
-/// The files of a snapshot and of the folders in it, by their names in the repository.
+/// The files of a snapshot, by their paths in the repository.
 fn files_in(folder: &Path) -> BTreeSet<String> {
     let entries = |folder: &Path| -> Vec<(PathBuf, String)> {
         let entries = fs::read_dir(folder).into_iter().flatten().flatten();
@@ -562,7 +565,7 @@ fn files_in(folder: &Path) -> BTreeSet<String> {
     for (path, name) in entries(folder) {
         let inner = if path.is_dir() { entries(&path) } else { Vec::new() };
         files.extend(inner.into_iter().filter(|(path, _)| path.is_file()).map(|(_, inner)| format!("{name}/{inner}")));
-        // A link to what is gone is none.
+        // Skip dangling links.
         files.extend(path.is_file().then_some(name));
     }
     files
@@ -572,7 +575,7 @@ fn length(path: &Path) -> Option<u64> {
     fs::metadata(path).ok().map(|metadata| metadata.len())
 }
 
-/// Whether a folder has all that a model needs.
+/// Whether a folder has all required files.
 fn is_complete(folder: &Path) -> bool {
     let stored = |file: &str| folder.join(file).exists();
     let sharded = || shards(&folder.join(INDEX)).is_ok_and(|shards| shards.iter().all(|shard| stored(shard)));

@@ -1,4 +1,4 @@
-//! Against a hub of a few files on this machine.
+//! Tests against a local hub of a few files.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -13,24 +13,24 @@ const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const STALL_IN_TESTS: Duration = Duration::from_millis(250);
 const ID: &str = "owner/model-0.1B";
 
-/// What a hub on this machine does, and what it was asked.
+/// A local hub's behaviour, and the requests it received.
 #[derive(Default)]
 struct Scene {
     files: BTreeMap<&'static str, Vec<u8>>,
     /// Bytes of a body after which the connection is cut, and how often.
     cut: (usize, usize),
-    /// Says nothing about lengths, so that a cut body looks whole.
+    /// Sends no lengths, so that a cut body looks complete.
     silent: bool,
     /// The status of every path that contains a word.
     status: Option<(&'static str, u16)>,
     etag: Option<&'static str>,
     commit: Option<&'static str>,
     token: Option<String>,
-    /// Tokens that came to where weights are redirected to.
+    /// Tokens sent to the redirect target of weights.
     leaked: Vec<String>,
-    /// How often a body of weights stops after its first half, and the connection stays.
+    /// How often a body of weights stalls after its first half.
     stalls: usize,
-    /// Sends all of a file, whatever range of it was asked for.
+    /// Ignores ranges and sends whole files.
     whole: bool,
     asked: Vec<String>,
 }
@@ -53,7 +53,7 @@ impl Scene {
             return ("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n".into(), Vec::new());
         };
         let etag = self.etag.map_or_else(|| format!("etag-of-{name}"), String::from);
-        // As the real one does: weights are at another host, other files at another path.
+        // Like the real one: weights are on another host, other files at another path.
         let port = address.rsplit(':').next().unwrap();
         let moved = format!("X-Repo-Commit: {COMMIT}\r\nContent-Length: 0\r\n");
         if path.contains("/resolve/") && name.ends_with(".safetensors") {
@@ -143,7 +143,7 @@ impl Served {
         let scene = Arc::clone(&served.scene);
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                // Whoever asked may be gone.
+                // The client may be gone.
                 let _ = scene.lock().unwrap().serve(stream, &address);
             }
         });
@@ -222,7 +222,7 @@ fn sharded_model(index: &str) -> Scene {
     scene
 }
 
-/// Somewhere that nothing answers.
+/// An address without a listener.
 fn nowhere() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("http://{}", listener.local_addr().unwrap())
@@ -231,7 +231,7 @@ fn nowhere() -> String {
 #[test]
 fn a_datasets_training_files_are_fetched_once_into_its_folder() {
     let files = [
-        ("README.md", b"# Texts".to_vec()),
+        ("README.md", b"# Stories".to_vec()),
         ("data/train-00000-of-00002.jsonl.gz", b"one".to_vec()),
         ("data/train-00001-of-00002.jsonl.gz", b"two".to_vec()),
         ("data/validation-00000-of-00001.jsonl.gz", b"three".to_vec()),
@@ -239,11 +239,11 @@ fn a_datasets_training_files_are_fetched_once_into_its_folder() {
     ];
     let served = Served::new(Scene { files: files.into(), ..Scene::default() });
     let hub = || {
-        let hub = served.hub("owner/texts", &[]);
+        let hub = served.hub("owner/stories", &[]);
         Hub { model: HubModel { kind: Kind::Dataset, ..hub.model.clone() }, ..hub }
     };
     let folder = hub().fetch_dataset(&mut |_, _, _| {}).unwrap();
-    assert_eq!(folder, served.home.path().join("hub/datasets--owner--texts/snapshots").join(COMMIT));
+    assert_eq!(folder, served.home.path().join("hub/datasets--owner--stories/snapshots").join(COMMIT));
     for (name, body) in [("train-00000-of-00002", "one"), ("train-00001-of-00002", "two")] {
         assert_eq!(fs::read_to_string(folder.join(format!("data/{name}.jsonl.gz"))).unwrap(), body);
     }
@@ -251,7 +251,7 @@ fn a_datasets_training_files_are_fetched_once_into_its_folder() {
     assert!(!folder.join("notes").exists() && !folder.join("README.md").exists());
     served.asked();
     assert_eq!(hub().fetch_dataset(&mut |_, _, _| {}).unwrap(), folder);
-    assert!(served.asked().is_empty(), "what is there needs no network");
+    assert!(served.asked().is_empty(), "a cached model needs no network");
     served.change(|scene| scene.status = Some(("/api/", 404)));
     let hub = served.hub("owner/others", &[]);
     let hub = Hub { model: HubModel { kind: Kind::Dataset, ..hub.model.clone() }, ..hub };
@@ -409,8 +409,8 @@ fn a_download_that_breaks_off_goes_on_where_it_stopped() {
 fn a_later_run_goes_on_where_an_earlier_one_gave_up() {
     let served = Served::new(Scene { cut: (10_000, usize::MAX), ..small_model() });
     let message = served.refusal();
-    assert!(message.starts_with("owner/model-0.1B: fetching model.safetensors broke off: "), "{message}");
-    assert!(message.ends_with("; the same command goes on from there"), "{message}");
+    assert!(message.starts_with("owner/model-0.1B: fetching model.safetensors failed: "), "{message}");
+    assert!(message.ends_with("; run the same command again to continue"), "{message}");
     assert!(!served.snapshot().join(SINGLE).exists());
     assert_eq!(length(&served.blob("etag-of-model.safetensors")), None);
     assert_eq!(length(&served.blob("etag-of-model.safetensors.part")), Some(60_000));
@@ -440,7 +440,7 @@ fn a_run_that_ended_just_before_the_last_step_or_left_too_much_does_no_harm() {
 fn a_file_that_ends_early_without_a_word_does_not_stay() {
     let served = Served::new(Scene { cut: (10_000, usize::MAX), silent: true, ..small_model() });
     let message = served.refusal();
-    assert!(message.contains("broke off: 60000 bytes came, and not 100000"), "{message}");
+    assert!(message.contains("failed: received 60000 bytes instead of 100000"), "{message}");
     assert!(!served.snapshot().join(SINGLE).exists());
     assert!(!served.blob("etag-of-model.safetensors").exists());
     served.change(|scene| scene.cut = (0, 0));
@@ -501,7 +501,7 @@ fn a_large_file_is_checked_by_the_hash_that_is_its_name() {
     assert_eq!(fs::read(right.snapshot().join(SINGLE)).unwrap(), weights());
     let wrong = Served::new(Scene { etag: Some(hash(b"other")), ..small_model() });
     let message = wrong.hub(ID, &[]).file(COMMIT, SINGLE, &mut |_, _, _| {}).unwrap_err().to_string();
-    let expected = format!("its sha256 is {}, and not {} as the hub says", hash(&weights()), hash(b"other"));
+    let expected = format!("its sha256 is {} instead of the hub's {}", hash(&weights()), hash(b"other"));
     assert!(message.contains(&expected), "{message}");
     assert!(!wrong.snapshot().join(SINGLE).exists());
     assert_eq!(length(&wrong.blob(hash(b"other"))), None);
@@ -561,21 +561,20 @@ fn each_refusal_of_the_hub_says_what_helps() {
         let message = served.refusal();
         message.strip_prefix("owner/model-0.1B: ").unwrap().to_string()
     };
-    let unknown =
-        format!("no such folder, and {endpoint} shows no such model without a token: if it is private, {mend}");
+    let unknown = format!("no such folder, and {endpoint} has no public model of this name: if it is private, {mend}");
     assert_eq!(refusal("/api/", 401), unknown);
     assert_eq!(refusal("/api/", 404), format!("no such folder, and {endpoint} has no such model or revision"));
-    let gated = format!("not for everyone: ask for access at {endpoint}/{ID}, then {mend}");
+    let gated = format!("access is restricted: ask for it at {endpoint}/{ID}, then {mend}");
     assert_eq!(refusal("/api/", 403), gated);
     assert_eq!(refusal("config.json", 401), gated);
     assert_eq!(refusal("config.json", 403), gated);
     assert_eq!(
         refusal("elsewhere", 503),
-        "fetching model.safetensors broke off: http status: 503; \
-        the same command goes on from there"
+        "fetching model.safetensors failed: http status: 503; \
+        run the same command again to continue"
     );
     fs::write(&token_file, "hf_wrong\n").unwrap();
-    assert_eq!(refusal("/api/", 401), format!("{endpoint} does not know the token: {mend} that is valid"));
+    assert_eq!(refusal("/api/", 401), format!("{endpoint} rejects the token: {mend} that is valid"));
 }
 
 #[test]
@@ -599,7 +598,7 @@ fn names_from_a_hub_lead_nowhere_outside_of_the_cache() {
     let served = Served::new(Scene { etag: Some("W/weak"), ..small_model() });
     served.hub(ID, &[]).file(COMMIT, "config.json", &mut |_, _, _| {}).unwrap();
     let served = Served::new(Scene { commit: Some("../../outside"), ..small_model() });
-    assert!(served.refusal().contains("is no hub, or wants a login first"));
+    assert!(served.refusal().contains("is not a hub, or needs a login"));
     let served = Served::new(Scene { commit: Some("89abcdef"), ..small_model() });
     assert!(served.refusal().ends_with("header x-repo-commit is missing or invalid"));
 }
@@ -657,7 +656,7 @@ fn a_gguf_file_of_a_quantization_is_fetched_once_with_all_its_parts() {
     }
     served.asked();
     assert_eq!((fetch("owner/model-0.1B:Q4_K_M").unwrap(), fetch("owner/model-0.1B:q8_0").unwrap()), (four, eight));
-    assert!(served.asked().is_empty(), "what is there needs no network");
+    assert!(served.asked().is_empty(), "a cached model needs no network");
 
     let refusal = |model: &str| fetch(model).unwrap_err().to_string();
     let message = refusal("owner/model-0.1B:Q2_K");

@@ -1,6 +1,6 @@
-//! A conversation with a model, in the words of its own chat template.
+//! Conversations with a model, in its own chat template.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use fireclay_datasets::Tokenizer;
@@ -13,27 +13,28 @@ use crate::inference::generation::scheduler::Scheduler;
 use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
 use crate::inference::template::Template;
 use crate::inference::template::folder::{self, DEFAULT, TOOL_USE};
+use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 
-/// Tokens of a conversation where nothing else is asked for.
+/// Default context of a conversation, in tokens.
 const CONTEXT: usize = 4096;
 
-/// What someone said.
+/// A message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
     /// `system`, `user` or `assistant`.
     pub role: &'static str,
-    /// The words.
+    /// The text.
     pub content: String,
 }
 
-/// A template by its name, or what is wrong with it.
+/// A named template, or the reason it is invalid.
 type Named = (String, Result<Template, Failure>);
 
-/// The template by which a model's conversations become text: Jinja, as the hub has it.
+/// The Jinja chat template of a model, as on the hub.
 ///
-/// A model may have several, of which conversations with tools take the one called `tool_use`.
-/// One that cannot be read is refused when it is asked for.
+/// A model may have several; conversations with tools use the one named `tool_use`. An invalid
+/// template is refused when it is used.
 pub struct ChatTemplate {
     templates: Result<Vec<Named>, Failure>,
     /// Special tokens by name.
@@ -41,11 +42,11 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads the templates of a model's folder: those of `chat_template.jinja` and
-    /// `additional_chat_templates`, or those of `tokenizer_config.json`; or those of a GGUF file.
+    /// Reads the templates of a model folder: `chat_template.jinja` and
+    /// `additional_chat_templates`, or those in `tokenizer_config.json`, or those of a GGUF file.
     ///
     /// # Errors
-    /// If there is none, or it is no template.
+    /// If there is none, or it is invalid.
     pub fn open(folder: &Path) -> Result<Self, Failure> {
         let found = Self::find(folder).ok_or_else(|| {
             let (shown, places) = (folder.display(), folder::places(folder));
@@ -57,11 +58,10 @@ impl ChatTemplate {
         Ok(found)
     }
 
-    /// The template of a file, and the tokens that a model's folder has it begin and end texts
-    /// with.
+    /// The template in a file, with the BOS and EOS tokens of a model folder.
     ///
     /// # Errors
-    /// If the file cannot be read, or is no template.
+    /// If the file cannot be read or is not a template.
     pub fn of_file(file: &Path, folder: &Path) -> Result<Self, Failure> {
         let about = |error: &dyn std::fmt::Display| Failure::new(format!("{}: {error}", file.display()));
         let source = std::fs::read_to_string(file).map_err(|error| about(&error))?;
@@ -71,7 +71,7 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// The template of a model's folder, if it has one, be it good or not.
+    /// The template of a model folder, if it has one, valid or not.
     pub fn find(folder: &Path) -> Option<Self> {
         match folder::read(folder) {
             Ok(found) if found.templates.is_empty() => None,
@@ -83,10 +83,10 @@ impl ChatTemplate {
         }
     }
 
-    /// A template, and the tokens that it may begin and end texts with.
+    /// A template, and its BOS and EOS tokens.
     ///
     /// # Errors
-    /// If it is no template.
+    /// If it is invalid.
     pub fn new(template: String, bos: String, eos: String) -> Result<Self, Failure> {
         let tokens = [("bos_token", bos), ("eos_token", eos)].into_iter().filter(|(_, token)| !token.is_empty());
         Ok(Self {
@@ -95,15 +95,15 @@ impl ChatTemplate {
         })
     }
 
-    /// That conversations without tools can be rendered, or why they cannot.
+    /// Checks that conversations without tools can be rendered.
     ///
     /// # Errors
-    /// If the template cannot be read.
+    /// If the template is invalid.
     pub fn check(&self) -> Result<(), Failure> {
         self.chosen(false).map(|_| ())
     }
 
-    /// The template that is taken with or without tools.
+    /// The template used with or without tools.
     fn chosen(&self, with_tools: bool) -> Result<&Template, Failure> {
         let templates = self.templates.as_ref().map_err(Clone::clone)?;
         let named = |wanted: &str| templates.iter().find(|(name, _)| name == wanted).map(|(_, template)| template);
@@ -114,79 +114,123 @@ impl ChatTemplate {
         chosen.as_ref().map_err(Clone::clone)
     }
 
-    /// Whether it has a use for a variable of this name, such as `tools`.
+    /// Whether it uses a variable of this name, such as `tools`.
     pub fn knows(&self, variable: &str) -> bool {
         self.chosen(true).is_ok_and(|template| template.knows(variable))
     }
 
-    /// Its text, for conversations with tools.
+    /// Whether it says which parts the assistant writes, by `{% generation %}`.
+    pub(crate) fn marks_generations(&self) -> bool {
+        self.chosen(false).is_ok_and(Template::marks_generations)
+    }
+
+    /// Its source, for conversations with tools.
     pub fn source(&self) -> &str {
         self.chosen(true).map(Template::source).unwrap_or_default()
     }
 
-    /// A dialogue as the model reads it, up to where it is to answer.
+    /// Renders a dialogue, up to the start of the model's answer.
     ///
     /// # Errors
-    /// If the template refuses it, or cannot be followed.
+    /// If the template refuses the dialogue or fails.
     pub fn render(&self, dialogue: &Dialogue) -> Result<String, Failure> {
-        let Dialogue { messages, tools, variables } = dialogue;
+        self.template_of(dialogue)?.render(&self.variables(dialogue, true))
+    }
+
+    /// A dialogue that is complete: no answer is asked for.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub(crate) fn render_complete(&self, dialogue: &Dialogue) -> Result<String, Failure> {
+        self.template_of(dialogue)?.render(&self.variables(dialogue, false))
+    }
+
+    /// A complete dialogue, with `marks` before and behind what the assistant writes; none if the template does not say what that is.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub(crate) fn render_marked(&self, dialogue: &Dialogue, marks: [char; 2]) -> Result<Option<String>, Failure> {
+        let template = self.template_of(dialogue)?;
+        let render = || template.render_marked(&self.variables(dialogue, false), marks);
+        template.marks_generations().then(render).transpose()
+    }
+
+    fn template_of(&self, dialogue: &Dialogue) -> Result<&Template, Failure> {
+        self.chosen(!dialogue.tools.is_null())
+    }
+
+    fn variables(
+        &self,
+        Dialogue { messages, tools, variables }: &Dialogue,
+        generation_prompt: bool,
+    ) -> Map<String, Value> {
         let mut known = self.tokens.clone();
         known.insert("documents".into(), Value::Null);
         known.extend(variables.clone());
         known.insert("messages".into(), messages.clone().into());
         known.insert("tools".into(), tools.clone());
-        known.insert("add_generation_prompt".into(), true.into());
-        self.chosen(!tools.is_null())?.render(&known)
+        known.insert("add_generation_prompt".into(), generation_prompt.into());
+        known
     }
 
-    /// The tokens of a dialogue. Control tokens (those that are `special` in `tokenizer.json`) come from the template
-    /// alone: where a message spells one, it is text. Other added tokens, such as Qwen3's `<tool_call>`, are what a message
-    /// spells, as in `transformers`.
+    /// The tokens of a dialogue. Control tokens (`special` in `tokenizer.json`) come only from the
+    /// template: in a message their text stays text. Other added tokens, such as Qwen3's
+    /// `<tool_call>`, are parsed in messages too, as in `transformers`.
     ///
     /// # Errors
-    /// As [`render`](Self::render), if the vocabulary lacks a part of the text, or a message spells a control token in a
-    /// way that cannot be told from one.
+    /// As [`render`](Self::render); if the vocabulary lacks a part of the text; or if a message
+    /// contains a control token that cannot be escaped.
     pub fn tokens(&self, dialogue: &Dialogue, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
-        let mut spelled = false;
-        dialogue.texts(&mut |text| {
-            spelled |= tokenizer.spells_control_token(text)?;
-            Ok(String::new())
-        })?;
         let plain = self.render(dialogue)?;
-        if !spelled {
+        if !dialogue.spells_control_token(tokenizer)? {
             return Ok(tokenizer.encode(&plain)?);
         }
         let mut used = plain;
-        dialogue.texts(&mut |text| {
+        dialogue.map_strings(&mut |text| {
             used.push_str(text);
             Ok(String::new())
         })?;
         let mark = Tokenizer::unused_mark(&used)?;
-        let escaped = dialogue.texts(&mut |text| {
+        Ok(tokenizer.encode_escaped(&self.render(&dialogue.escaped(tokenizer, mark)?)?, mark)?)
+    }
+}
+
+/// The input of a chat template.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Dialogue {
+    /// The messages: objects with `role`, `content`, and other fields of the template, such as
+    /// `tool_calls`.
+    pub messages: Vec<Value>,
+    /// The tools that the model may call; null for none.
+    pub tools: Value,
+    /// Other template variables, such as `enable_thinking`.
+    pub variables: Map<String, Value>,
+}
+
+impl Dialogue {
+    /// Whether a text in it spells a control token.
+    pub(crate) fn spells_control_token(&self, tokenizer: &Tokenizer) -> Result<bool, Failure> {
+        let mut spelled = false;
+        self.map_strings(&mut |text| {
+            spelled |= tokenizer.spells_control_token(text)?;
+            Ok(String::new())
+        })?;
+        Ok(spelled)
+    }
+
+    /// With `mark` in each control token that a text spells, so that it is none.
+    pub(crate) fn escaped(&self, tokenizer: &Tokenizer, mark: char) -> Result<Self, Failure> {
+        self.map_strings(&mut |text| {
             let escaped = tokenizer.escape(text, mark);
             match tokenizer.spells_control_token(&escaped)? {
                 true => Err(Failure::new("a message spells one of the model's control tokens: leave it out")),
                 false => Ok(escaped),
             }
-        })?;
-        Ok(tokenizer.encode_escaped(&self.render(&escaped)?, mark)?)
+        })
     }
-}
 
-/// What a template makes a prompt of.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Dialogue {
-    /// What was said: objects with `role`, `content`, and what else the template knows, such as `tool_calls`.
-    pub messages: Vec<Value>,
-    /// The tools that the model may call; null for none.
-    pub tools: Value,
-    /// What else the template is told, such as `enable_thinking`.
-    pub variables: Map<String, Value>,
-}
-
-impl Dialogue {
-    /// The same with each of its texts, the names of fields too, become what `change` makes of it.
-    fn texts(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
+    /// Applies `change` to every string, names of fields included.
+    fn map_strings(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
         fn changed(value: &Value, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Value, Failure> {
             Ok(match value {
                 Value::String(text) => Value::String(change(text)?),
@@ -219,20 +263,21 @@ impl From<&[Message]> for Dialogue {
     }
 }
 
-/// A conversation, of which the model keeps in its cache what it has read, page by page.
+/// A conversation. The KV cache keeps its earlier tokens, page by page.
 pub struct Conversation<B: Backend> {
     generator: Generator<B>,
     template: ChatTemplate,
     messages: Vec<Message>,
-    /// Its cache keeps what was said before.
+    /// Its cache keeps the earlier turns.
     scheduler: Scheduler<B>,
     context: usize,
-    /// Tokens of the conversation when the last answer was complete.
+    /// Tokens of the conversation after the last complete answer.
     length: usize,
 }
 
 impl<B: Backend> Conversation<B> {
-    /// An empty conversation of up to `context` tokens; of the model's context, up to 4,096, where `None`.
+    /// An empty conversation of up to `context` tokens; `None` for the model's context, up to
+    /// 4,096.
     ///
     /// # Errors
     /// If the model's context is shorter.
@@ -246,13 +291,13 @@ impl<B: Backend> Conversation<B> {
         Ok(Self { generator, template, messages: Vec::new(), scheduler, context, length: 0 })
     }
 
-    /// Forgets everything but what the system said.
+    /// Forgets everything except the system prompt.
     pub fn reset(&mut self) {
         self.messages.retain(|message| message.role == "system");
         self.length = 0;
     }
 
-    /// Sets what the system says, or takes it back where that is empty, and forgets the rest.
+    /// Sets the system prompt, or removes it if empty, and forgets the rest.
     pub fn set_system(&mut self, content: &str) {
         self.messages.clear();
         self.length = 0;
@@ -261,22 +306,22 @@ impl<B: Backend> Conversation<B> {
         }
     }
 
-    /// What was said so far.
+    /// The messages so far.
     pub fn messages(&self) -> &[Message] {
         &self.messages
     }
 
-    /// Tokens that the conversation has, and can have.
+    /// The tokens of the conversation, and their maximum.
     pub fn room(&self) -> (usize, usize) {
         (self.length, self.context)
     }
 
-    /// The model's answer, handed to `show` as it comes. Of the conversation the model reads what is new, and what shares its last
-    /// page of the cache.
+    /// The model's answer, streamed to `show`. Prefill covers the new tokens, and those that share
+    /// their last cache page.
     ///
     /// # Errors
-    /// If the template refuses the conversation, it leaves no room for an answer, or the device fails. What was said is
-    /// then taken back.
+    /// If the template refuses the conversation, no room is left for an answer, or the device
+    /// fails. The user's message is then removed.
     pub fn answer(
         &mut self,
         said: &str,
@@ -302,7 +347,7 @@ impl<B: Backend> Conversation<B> {
         let room = context.saturating_sub(tokens.len());
         if tokens.is_empty() || room == 0 {
             return Err(Failure::new(format!(
-                "the conversation has {} tokens, and there is room for {context}: /reset begins a new one, --context \
+                "the conversation has {} tokens, and the limit is {context}: /reset starts a new one, --context \
                  makes room",
                 tokens.len()
             )));
@@ -315,54 +360,54 @@ impl<B: Backend> Conversation<B> {
     }
 }
 
-/// Where what is said comes from: the next line, or nothing at the end.
+/// Where the user's messages come from: the next line, or `None` at the end.
 pub type Lines = Box<dyn FnMut() -> Result<Option<String>, Failure> + Send>;
 
 /// A conversation on any backend.
 pub struct ChatRun<S> {
-    /// The model's folder.
-    pub model: PathBuf,
+    /// Where the model comes from.
+    pub model: ModelSource,
     /// Dtype of matrices and activations.
     pub precision: Precision,
-    /// What the cache keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
-    /// How answers are written.
+    /// Sampling and limits of the answers.
     pub options: GenerationOptions,
-    /// What the system says, if it says something.
+    /// The system prompt, if any.
     pub system: Option<String>,
-    /// Tokens of the conversation at the most.
+    /// Maximum tokens of the conversation.
     pub context: Option<usize>,
-    /// What is said.
+    /// The user's messages.
     pub lines: Lines,
     /// Ends an answer early.
     pub interrupt: Interrupt,
-    /// Told what happens.
+    /// Receives the events.
     pub show: S,
 }
 
-/// A piece of news from a conversation.
+/// An event of a conversation.
 pub enum ChatEvent<'a> {
-    /// The model is there.
+    /// The model is loaded.
     Ready,
-    /// More of the answer.
+    /// More text of the answer.
     Text(&'a str),
     /// The answer is complete.
     Done(&'a Generated),
-    /// There is no answer.
+    /// The turn failed.
     Failed(&'a Failure),
-    /// A word to the user.
+    /// A message to the user.
     Notice(&'a str),
 }
 
-const HELP: &str = "/reset forgets the conversation, /system TEXT sets what the system says and forgets the rest, \
+const HELP: &str = "/reset starts a new conversation, /system TEXT starts one with this system prompt, \
                     /exit or Ctrl-D ends; Ctrl-C ends an answer";
 
 impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
     type Output = ();
 
     fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
-        // Before the weights: a model without one is not worth waiting for.
-        let template = ChatTemplate::open(&self.model)?;
+        // Before the weights are loaded: a model without one is refused at once.
+        let template = ChatTemplate::open(self.model.text())?;
         let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;
         let generator = generator.with_interrupt(self.interrupt.clone());
         let mut conversation = Conversation::new(generator, template, self.context)?;
@@ -382,11 +427,11 @@ impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
                 "/system" => conversation.set_system(rest.trim()),
                 "/help" => (self.show)(ChatEvent::Notice(HELP)),
                 _ if command.starts_with('/') => {
-                    (self.show)(ChatEvent::Notice(&format!("no command {command}: {HELP}")));
+                    (self.show)(ChatEvent::Notice(&format!("unknown command {command}: {HELP}")));
                 }
                 _ => {
                     self.interrupt.store(false, Ordering::Relaxed);
-                    // Each answer has draws of its own.
+                    // Each answer has its own random stream.
                     let options =
                         GenerationOptions { seed: self.options.seed.wrapping_add(answers), ..self.options.clone() };
                     answers += 1;
@@ -407,7 +452,7 @@ mod tests {
 
     use super::*;
 
-    /// In the manner of ChatML, with the Python that templates are full of.
+    /// ChatML, with the Python constructs that are common in templates.
     const CHATML: &str = "{%- for message in messages %}\n    {%- set content = message.content.strip() %}\n    \
         {{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' }}\n{%- endfor %}\n\
         {%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n";
@@ -420,7 +465,7 @@ mod tests {
         messages.into()
     }
 
-    /// The text beside is what Jinja in Python makes of the template by `transformers`' `tojson`.
+    /// The expected text is what Jinja in Python and `transformers`' `tojson` make of the template.
     #[test]
     fn tools_are_spelled_as_python_spells_json() {
         let source = "{%- for tool in tools %}{{ tool | tojson }}\n{%- endfor %}{{ messages[0].content }} \

@@ -1,5 +1,5 @@
-//! Embeddings of texts by an encoder: the mean of its hidden states, or the first one, of length one (Reimers and Gurevych,
-//! 2019, "Sentence-BERT").
+//! Embeddings from an encoder: the mean of its hidden states, or the first one, normalized (Reimers
+//! and Gurevych, 2019, "Sentence-BERT").
 
 use std::path::Path;
 
@@ -14,12 +14,12 @@ use crate::failure::Failure;
 use crate::model_folder::{tokenizer, warn_of_config};
 use crate::precision::Precision;
 
-/// Texts of a forward pass.
+/// Inputs per forward pass.
 const BATCH_SIZE: usize = 64;
-/// Where sentence-transformers keeps how hidden states become one.
+/// Where sentence-transformers stores the pooling mode.
 const POOLING: &str = "1_Pooling/config.json";
 
-/// What becomes of a text's hidden states.
+/// How hidden states are pooled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pooling {
     Mean,
@@ -38,22 +38,21 @@ impl<B: Backend> Embedder<B> {
     /// Opens a model folder.
     ///
     /// # Errors
-    /// If a file is missing or damaged, the model is no encoder, or the device lacks the precision.
+    /// If a file is missing or damaged, the model is not an encoder, or the device lacks the
+    /// precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         warn_of_config(folder)?;
-        let activations = precision.activations::<B>(&device)?;
-        let model = ModelFolder::new(folder).load_in::<B>(precision.matrices(activations), &mut |_, _| {}, &device)?;
-        let model = model.with_activations(activations).with_f32_products(precision.f32_products());
+        let model = precision.load::<B>(&ModelFolder::new(folder), &mut |_, _| {}, &device)?;
         Self::of(model, folder, device)
     }
 
-    /// Of a model that is there already, with the tokenizer of its folder.
+    /// An embedder of a loaded model, with the tokenizer of its folder.
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn of(model: Transformer<B>, folder: &Path, device: B::Device) -> Result<Self, Failure> {
         if model.config().attention == AttentionDirection::Causal {
-            return Err(Failure::new(format!("{}: no encoder: it has no embeddings of texts", folder.display())));
+            return Err(Failure::new(format!("{}: not an encoder: it has no embeddings", folder.display())));
         }
         let tokenizer = tokenizer(folder)?;
         Ok(Self { model, tokenizer, pooling: pooling(folder)?, device })
@@ -69,27 +68,29 @@ impl<B: Backend> Embedder<B> {
         &self.tokenizer
     }
 
-    /// An embedding for each text, `d_model` numbers; texts are tokens, as [`Tokenizer::encode_prompt`] gives them.
+    /// An embedding of `d_model` elements per input; inputs are tokens from
+    /// [`Tokenizer::encode_prompt`].
     ///
     /// # Errors
-    /// If a text has no tokens, more than the model's context, or some that the model does not know, or the device fails.
-    pub fn embed(&self, texts: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Failure> {
+    /// If an input has no tokens, more than the model's context, or unknown ones, or the device
+    /// fails.
+    pub fn embed(&self, inputs: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Failure> {
         let (context, known) = (self.model.config().context_length, self.model.config().vocab_size);
-        for text in texts {
+        for text in inputs {
             if text.is_empty() || text.len() > context {
                 let length = text.len();
-                return Err(Failure::usage(format!("a text has {length} tokens; the model reads 1 to {context}")));
+                return Err(Failure::usage(format!("an input has {length} tokens; the model accepts 1 to {context}")));
             }
             if let Some(token) = text.iter().find(|token| **token as usize >= known) {
-                return Err(Failure::usage(format!("token {token} is none of the model's, which are below {known}")));
+                return Err(Failure::usage(format!("token {token} is outside the model's vocabulary of {known}")));
             }
         }
-        // Texts of similar length share a pass.
-        let mut order: Vec<usize> = (0..texts.len()).collect();
-        order.sort_by_key(|text| texts[*text].len());
-        let mut embeddings = vec![Vec::new(); texts.len()];
+        // Batch inputs of similar length.
+        let mut order: Vec<usize> = (0..inputs.len()).collect();
+        order.sort_by_key(|text| inputs[*text].len());
+        let mut embeddings = vec![Vec::new(); inputs.len()];
         for batch in order.chunks(BATCH_SIZE) {
-            let rows: Vec<&[u32]> = batch.iter().map(|text| &texts[*text][..]).collect();
+            let rows: Vec<&[u32]> = batch.iter().map(|text| &inputs[*text][..]).collect();
             for (text, embedding) in batch.iter().zip(self.pass(&rows)?) {
                 embeddings[*text] = embedding;
             }
@@ -97,13 +98,13 @@ impl<B: Backend> Embedder<B> {
         Ok(embeddings)
     }
 
-    fn pass(&self, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, Failure> {
-        let (rows, longest) = (texts.len(), texts.iter().map(|text| text.len()).max().unwrap_or(0));
-        // What stands behind a text is not attended to, and not counted.
+    fn pass(&self, inputs: &[&[u32]]) -> Result<Vec<Vec<f32>>, Failure> {
+        let (rows, longest) = (inputs.len(), inputs.iter().map(|text| text.len()).max().unwrap_or(0));
+        // Padding is neither attended to nor counted.
         let place = |text: &&[u32], at: usize| text.get(at).map_or(0, |token| *token as i32);
-        let ids: Vec<i32> = texts.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
+        let ids: Vec<i32> = inputs.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, longest]), &self.device);
-        let lengths: Vec<i32> = texts.iter().map(|text| text.len() as i32).collect();
+        let lengths: Vec<i32> = inputs.iter().map(|text| text.len() as i32).collect();
         let lengths = Tensor::<B, 1, Int>::from_data(TensorData::new(lengths, [rows]), &self.device);
         let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths)).cast(DType::F32);
         let d_model = hidden.dims()[2];
@@ -112,7 +113,7 @@ impl<B: Backend> Embedder<B> {
             Pooling::Mean => {
                 let share = |text: &&[u32], at: usize| if at < text.len() { 1.0 / text.len() as f32 } else { 0.0 };
                 let shares: Vec<f32> =
-                    texts.iter().flat_map(|text| (0..longest).map(move |at| share(text, at))).collect();
+                    inputs.iter().flat_map(|text| (0..longest).map(move |at| share(text, at))).collect();
                 let shares = TensorData::new(shares, [rows, longest, 1]);
                 (hidden * Tensor::from_data(shares, (&self.device, DType::F32))).sum_dim(1).reshape([rows, d_model])
             }
@@ -124,16 +125,16 @@ impl<B: Backend> Embedder<B> {
     }
 }
 
-/// A vector of length one.
+/// Normalizes a vector.
 fn normalised(values: &[f32]) -> Result<Vec<f32>, Failure> {
     let length = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     if !length.is_finite() {
-        return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
+        return Err(Failure::new("the model's output is not a number: its weights are damaged"));
     }
     Ok(values.iter().map(|value| (f64::from(*value) / length.max(1e-12)) as f32).collect())
 }
 
-/// How a folder says that hidden states become one; their mean where it does not.
+/// The pooling mode of a folder; the mean by default.
 fn pooling(folder: &Path) -> Result<Pooling, Failure> {
     let file = folder.join(POOLING);
     let text = match std::fs::read_to_string(&file) {

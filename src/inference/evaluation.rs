@@ -11,43 +11,44 @@ use crate::backend::{OnBackend, RunContext};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
+use crate::model_folder::ModelSource;
 use crate::model_folder::assert_known;
 use crate::precision::Precision;
 
-/// Tokens of a window where nothing else is asked for.
+/// Default window length, in tokens.
 const CONTEXT: usize = 1024;
-/// Tokens that go through the model together, about.
+/// Approximate tokens per forward pass.
 const BATCH_TOKENS: usize = 8192;
-/// Batches whose losses are read from the device in one go.
+/// Batches whose losses are read from the device together.
 const READ_EVERY: usize = 16;
 
-/// A text and the model whose perplexity on it is measured, as work for any backend.
+/// An evaluation of a model on a text, for any backend.
 #[derive(Clone, Debug)]
 pub struct EvaluationRun {
-    /// The model's folder.
-    pub model: PathBuf,
+    /// Where the model comes from.
+    pub model: ModelSource,
     /// A text, or a folder of them.
     pub data: PathBuf,
-    /// The field of its documents, where it is JSON, a table or Parquet.
+    /// The field with the documents, for JSON, CSV, TSV or Parquet.
     pub field: String,
-    /// Dtype of matrices and activations.
+    /// Data type of matrices and activations.
     pub precision: Precision,
-    /// Tokens of a window; the model's context, up to 1,024, where `None`.
+    /// Window length in tokens; `None` for the model's context, up to 1,024.
     pub context: Option<usize>,
-    /// Tokens from one window to the next; half a window where `None`.
+    /// Tokens from one window to the next; `None` for half a window.
     pub stride: Option<usize>,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Evaluation {
-    /// Mean cross entropy, nats a token.
+    /// Mean cross entropy, in nats per token.
     pub loss: f64,
-    /// Tokens foretold: all but the first.
+    /// Predicted tokens: all but the first.
     pub tokens: usize,
     /// Bytes of the text.
     pub bytes: usize,
-    /// Time for all of them.
+    /// Total time.
     pub elapsed: Duration,
 }
 
@@ -57,13 +58,14 @@ impl Evaluation {
         self.loss.exp()
     }
 
-    /// Bits for each byte of the text, by which models of different tokenizers compare.
+    /// Bits per byte of the text, comparable between tokenizers.
     pub fn bits_per_byte(&self) -> f64 {
         self.loss * self.tokens as f64 / std::f64::consts::LN_2 / self.bytes.max(1) as f64
     }
 }
 
-/// A row of a batch: tokens `start..start + length`, and how many of its first targets an earlier window had.
+/// A row of a batch: tokens `start..start + length`, of which earlier windows already predicted the
+/// first `known` targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Window {
     start: usize,
@@ -71,8 +73,8 @@ struct Window {
     known: usize,
 }
 
-/// Windows over `tokens` tokens in which each but the first is a target once, with `context - stride` tokens before it
-/// at least where there are as many.
+/// Windows over `tokens` tokens. Each token but the first is a target once, with at least `context
+/// - stride` tokens before it where there are as many.
 fn windows(tokens: usize, context: usize, stride: usize) -> Vec<Window> {
     let targets = tokens.saturating_sub(1);
     let mut windows = Vec::new();
@@ -104,7 +106,7 @@ impl OnBackend for EvaluationRun {
         let tokens = tokenizer.encode(&text)?;
         if tokens.len() < 2 {
             let shown = self.data.display();
-            return Err(Failure::new(format!("{shown}: {} tokens are too few to predict any", tokens.len())));
+            return Err(Failure::new(format!("{shown}: {} tokens are too few to evaluate", tokens.len())));
         }
 
         assert_known(&tokens, model.config().vocab_size, &tokenizer)?;

@@ -1,50 +1,54 @@
-//! A language model's folder, or its GGUF file, opened: the transformer and its tokenizer.
+//! Loads a language model's folder or GGUF file: the transformer and its tokenizer.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, ModelFolder, Transformer};
+use fireclay_model::{AttentionDirection, Transformer};
 
 use crate::failure::Failure;
-use crate::model_folder::{tokenizer, warn_of_config};
+use crate::model_folder::{ModelSource, tokenizer, warn_of_config};
 use crate::precision::Precision;
 
-/// Bytes of a model from which on its reading is shown.
+/// Size from which loading shows its progress, in bytes.
 const LARGE: u64 = 256 << 20;
 
-/// A transformer that writes, with its tokenizer.
+/// A text-generating transformer with its tokenizer.
 pub struct LanguageModel<B: Backend> {
-    /// The transformer, its matrices in the precision asked for.
+    /// The transformer, with matrices in the requested precision.
     pub model: Transformer<B>,
-    /// How text becomes tokens.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
 }
 
 impl<B: Backend> LanguageModel<B> {
-    /// Opens a folder as the hub lays it out, or a GGUF file; how far a large one is read shows on
-    /// a terminal.
+    /// Opens a folder in the hub's layout, or a GGUF file; shows the progress of a large one on a
+    /// terminal.
     ///
     /// # Errors
-    /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
-    pub fn open(folder: &Path, precision: Precision, device: &B::Device) -> Result<Self, Failure> {
-        let dtype = precision.activations::<B>(device)?;
-        let files = ModelFolder::new(folder);
+    /// If a file is missing or damaged, the model is not a language model, or the device lacks the
+    /// precision.
+    pub fn open(model: impl Into<ModelSource>, precision: Precision, device: &B::Device) -> Result<Self, Failure> {
+        let source = model.into();
+        let folder = source.weights();
+        let files = source.files()?;
         let (_, config) = files.config()?;
         let shown = folder.display();
         if config.attention == AttentionDirection::Bidirectional {
-            return Err(Failure::new(format!("{shown}: an encoder, which cannot write text")));
+            return Err(Failure::new(format!("{shown}: an encoder, which cannot generate text")));
         }
         warn_of_config(folder)?;
-        let tokenizer = tokenizer(folder)?;
-        let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
-        let model = model.with_activations(dtype).with_f32_products(precision.f32_products());
+        let tokenizer = tokenizer(source.text())?;
+        let model = precision.load::<B>(&files, &mut show_reading(folder), device)?;
+        if std::io::stderr().is_terminal() && files.is_gguf() {
+            eprintln!("{shown}: {}", precision.described(&files)?);
+        }
         Ok(Self { model, tokenizer })
     }
 }
 
-/// Shows on a terminal how many bytes of how many are read, and nothing more when they all are.
+/// Shows loading progress on a terminal, and clears it at the end.
 fn show_reading(folder: &Path) -> impl FnMut(u64, u64) {
     let (shown, terminal) = (folder.display().to_string(), std::io::stderr().is_terminal());
     let mut percent = u64::MAX;
@@ -54,12 +58,12 @@ fn show_reading(folder: &Path) -> impl FnMut(u64, u64) {
             return;
         }
         percent = now;
-        let mut line = format!("\rreading {shown}: {percent:>3}% of {:.2} GB", total as f64 / 1e9);
+        let mut line = format!("\rloading {shown}: {percent:>3}% of {:.2} GB", total as f64 / 1e9);
         if done == total {
             line = format!("\r{:width$}\r", "", width = line.chars().count());
         }
         let mut stderr = std::io::stderr();
-        // A terminal that is gone is no reason to stop.
+        // A closed terminal is not an error.
         let _ = stderr.write_all(line.as_bytes()).and_then(|()| stderr.flush());
     }
 }

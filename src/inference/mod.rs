@@ -1,5 +1,5 @@
-//! What a trained model is used for: text that it writes, chats, evaluation, predictions of
-//! utterances, embeddings, scores.
+//! Uses of a trained model: generation, chat, evaluation, predictions for utterances, embeddings,
+//! scores.
 
 pub mod chat;
 pub mod embedding;

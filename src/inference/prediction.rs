@@ -1,4 +1,4 @@
-//! Utterances prediction by a trained model: intent, probability and spans.
+//! Predictions for utterances: intent, probability and spans.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -17,19 +17,19 @@ use crate::precision::Precision;
 use crate::recipe::ModelSizes;
 use crate::run_folder::{LABELS, TOKENIZER};
 
-/// What a model predicts of an utterance.
+/// The prediction for an utterance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prediction {
-    /// The intent; `None` where the text is empty.
+    /// The intent; `None` for an empty text.
     pub intent: Option<String>,
     /// The intent's probability.
     pub probability: f64,
-    /// The slots that are filled.
+    /// The slots.
     pub spans: Vec<PredictedSpan>,
 }
 
 impl Prediction {
-    /// What is predicted of `text`, as a JSON object.
+    /// As a JSON object, for `text`.
     pub fn json(&self, text: &str) -> Value {
         let span = |span: &PredictedSpan| json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text });
         let spans: Vec<Value> = self.spans.iter().map(span).collect();
@@ -37,14 +37,14 @@ impl Prediction {
     }
 }
 
-/// A part of an utterance that fills a slot.
+/// A span that fills a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PredictedSpan {
     /// The slot.
     pub slot: String,
     /// First character.
     pub start: usize,
-    /// Character behind the last.
+    /// Character after the last.
     pub end: usize,
     /// The text of the span.
     pub text: String,
@@ -61,12 +61,12 @@ pub struct Predictor<B: Backend> {
 /// Rows of a forward pass.
 const BATCH_SIZE: usize = 64;
 
-/// Part of a text that fits the model's context.
+/// A part of a text that fits the model's context.
 struct Window<'a> {
-    /// Which text it belongs to.
+    /// Index of its text.
     text: usize,
     words: Vec<&'a Word>,
-    /// Where each word begins.
+    /// First column of each word.
     columns: Vec<usize>,
     pieces: Vec<u32>,
 }
@@ -75,17 +75,15 @@ impl<B: Backend> Predictor<B> {
     /// Opens a model folder.
     ///
     /// # Errors
-    /// If a file is missing or damaged, the model was not trained on utterances, or the device lacks the precision.
+    /// If a file is missing or damaged, the model was not trained on utterances, or the device
+    /// lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         warn_of_config(folder)?;
-        let activations = precision.activations::<B>(&device)?;
-        let matrices = precision.matrices(activations);
-        let model = ModelFolder::new(folder).load_in::<B>(matrices, &mut |_, _| {}, &device)?;
-        let model = model.with_activations(activations).with_f32_products(precision.f32_products());
+        let model = precision.load::<B>(&ModelFolder::new(folder), &mut |_, _| {}, &device)?;
         let shown = folder.display();
         if model.heads.is_none() {
             return Err(Failure::new(format!(
-                "{shown}: not trained on utterances; train such a model with `fireclay train --task intent-slot`"
+                "{shown}: not trained on utterances: train a model with `fireclay train --task intent-slot`"
             )));
         }
         let labels = read_labels(&folder.join(LABELS))?;
@@ -100,26 +98,26 @@ impl<B: Backend> Predictor<B> {
         &self.model
     }
 
-    /// The prediction for each text. A text longer than the model's context is read in parts.
+    /// The prediction for each text. A text longer than the model's context is split into parts.
     ///
     /// # Errors
     /// If the device failed.
-    pub fn predict(&self, texts: &[&str]) -> Result<Vec<Prediction>, Failure> {
-        let words: Vec<Vec<Word>> = texts.iter().map(|text| words(text)).collect();
+    pub fn predict(&self, inputs: &[&str]) -> Result<Vec<Prediction>, Failure> {
+        let words: Vec<Vec<Word>> = inputs.iter().map(|text| words(text)).collect();
         let windows: Vec<Window<'_>> =
             words.iter().enumerate().flat_map(|(text, words)| self.windows(text, words)).collect();
-        // Rows of similar length share a pass.
+        // Batch rows of similar length.
         let mut order: Vec<usize> = (0..windows.len()).collect();
         order.sort_by_key(|index| windows[*index].pieces.len());
 
-        let mut intents = vec![vec![0.0; self.labels.intents.len()]; texts.len()];
+        let mut intents = vec![vec![0.0; self.labels.intents.len()]; inputs.len()];
         let mut tags: Vec<Vec<String>> = vec![Vec::new(); windows.len()];
         for indices in order.chunks(BATCH_SIZE) {
             let batch: Vec<&Window<'_>> = indices.iter().map(|index| &windows[*index]).collect();
             let predictions = self.pass(&batch)?;
             for (row, (index, window)) in indices.iter().zip(batch).enumerate() {
                 tags[*index] = predictions.tags(row, &window.columns, &self.labels);
-                // A text's parts vote with their length.
+                // A text's parts vote, weighted by length.
                 let (_, odds) = predictions.intent(row);
                 let sums = intents[window.text].iter_mut().zip(odds);
                 sums.for_each(|(sum, odds)| *sum += f64::from(odds.exp()) * window.words.len() as f64);
@@ -135,7 +133,7 @@ impl<B: Backend> Predictor<B> {
                 predictions[window.text].spans.push(PredictedSpan { slot: span.slot, start, end, text: String::new() });
             }
         }
-        for (prediction, text) in predictions.iter_mut().zip(texts) {
+        for (prediction, text) in predictions.iter_mut().zip(inputs) {
             let characters: Vec<char> = text.chars().collect();
             for span in &mut prediction.spans {
                 span.text = characters[span.start..span.end].iter().collect();
@@ -148,7 +146,7 @@ impl<B: Backend> Predictor<B> {
     fn intent(&self, votes: &[f64]) -> Result<Prediction, Failure> {
         let all: f64 = votes.iter().sum();
         if !all.is_finite() {
-            return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
+            return Err(Failure::new("the model's output is not a number: its weights are damaged"));
         }
         let best = votes.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).filter(|_| all > 0.0);
         let (intent, probability) = match best {
@@ -158,7 +156,7 @@ impl<B: Backend> Predictor<B> {
         Ok(Prediction { intent, probability, spans: Vec::new() })
     }
 
-    /// The words of a text in parts that fit the context. Marks that the model never met are passed over.
+    /// The words of a text, in parts that fit the context. Unknown punctuation is dropped.
     fn windows<'a>(&self, text: usize, words: &'a [Word]) -> Vec<Window<'a>> {
         let room = self.model.config().context_length;
         let (first, last) = (self.pieces.cls(), self.pieces.sep());
@@ -201,68 +199,68 @@ impl<B: Backend> Predictor<B> {
     }
 }
 
-/// Texts to be prediction, a few at a time.
-pub struct Texts {
-    /// What they are called in errors.
+/// The inputs to predict, a few at a time.
+pub struct PredictionInput {
+    /// Their name in errors.
     name: String,
     reader: BufReader<Box<dyn Read + Send>>,
-    /// Lines read.
+    /// Lines read so far.
     lines: usize,
     one: Option<String>,
 }
 
-/// Lines that are prediction together at the most.
+/// Maximum lines per batch.
 const AT_ONCE: usize = 1024;
 
-impl Texts {
+impl PredictionInput {
     /// A single text.
     pub fn one(text: String) -> Self {
         Self { one: Some(text), ..Self::lines("text", std::io::empty()) }
     }
 
-    /// The lines of what is called `name`.
+    /// The lines of a source called `name`.
     pub fn lines(name: impl Into<String>, reader: impl Read + Send + 'static) -> Self {
         Self { name: name.into(), reader: BufReader::new(Box::new(reader)), lines: 0, one: None }
     }
 
-    /// The texts that are there already, and one at least: whoever sends a line may wait for its answer. None at the
-    /// end, and with what went wrong behind them.
+    /// The inputs that are available, at least one: the sender of a line may wait for its answer.
+    /// `None` at the end; an error comes after the inputs before it.
     fn next(&mut self) -> (Vec<String>, Option<Failure>) {
         if let Some(text) = self.one.take() {
             return (vec![text], None);
         }
-        let mut texts = Vec::new();
-        while texts.is_empty() || (texts.len() < AT_ONCE && self.reader.buffer().contains(&b'\n')) {
+        let mut inputs = Vec::new();
+        while inputs.is_empty() || (inputs.len() < AT_ONCE && self.reader.buffer().contains(&b'\n')) {
             let mut line = Vec::new();
             let read = self.reader.read_until(b'\n', &mut line);
             let wrong =
                 |reason: String| Some(Failure::new(format!("{}, line {}: {reason}", self.name, self.lines + 1)));
             match read {
-                Ok(0) => return (texts, None),
+                Ok(0) => return (inputs, None),
                 Ok(_) => {}
-                Err(error) => return (texts, wrong(error.to_string())),
+                Err(error) => return (inputs, wrong(error.to_string())),
             }
-            let Ok(line) = String::from_utf8(line) else { return (texts, wrong("is not UTF-8 text".into())) };
+            let Ok(line) = String::from_utf8(line) else { return (inputs, wrong("is not UTF-8 text".into())) };
             let line = line.strip_suffix('\n').unwrap_or(&line);
             let line = line.strip_suffix('\r').unwrap_or(line);
-            // Some editors begin a file with a byte order mark.
+            // Some editors start a file with a byte order mark.
             let line = line.strip_prefix('\u{feff}').filter(|_| self.lines == 0).unwrap_or(line);
-            texts.push(line.to_string());
+            inputs.push(line.to_string());
             self.lines += 1;
         }
-        (texts, None)
+        (inputs, None)
     }
 }
 
-/// Texts for a model folder, as work for any backend.
+/// Predictions with a model folder, for any backend.
 pub struct PredictionRun<S> {
     /// The model folder.
     pub model: PathBuf,
-    /// The texts.
-    pub texts: Texts,
-    /// Dtype of activations.
+    /// The inputs.
+    pub inputs: PredictionInput,
+    /// Data type of activations.
     pub precision: Precision,
-    /// Told of each text, in their order.
+    /// Receives each text and its prediction, in order.
     pub show: S,
 }
 
@@ -272,14 +270,14 @@ impl<S: FnMut(&str, &Prediction)> OnBackend for PredictionRun<S> {
     fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let predictor = Predictor::<B>::open(&self.model, self.precision, device)?;
         loop {
-            let (texts, failure) = self.texts.next();
-            let borrowed: Vec<&str> = texts.iter().map(String::as_str).collect();
-            for (text, prediction) in texts.iter().zip(predictor.predict(&borrowed)?) {
+            let (inputs, failure) = self.inputs.next();
+            let borrowed: Vec<&str> = inputs.iter().map(String::as_str).collect();
+            for (text, prediction) in inputs.iter().zip(predictor.predict(&borrowed)?) {
                 (self.show)(text, &prediction);
             }
             match failure {
                 Some(failure) => return Err(failure),
-                None if texts.is_empty() => return Ok(()),
+                None if inputs.is_empty() => return Ok(()),
                 None => {}
             }
         }

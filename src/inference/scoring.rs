@@ -1,5 +1,5 @@
-//! How well two texts fit, by an encoder that reads both at once and has a head for it: a
-//! cross-encoder (Nogueira and Cho, 2019, "Passage Re-ranking with BERT").
+//! Relevance scores of pairs by a cross-encoder, which reads both at once (Nogueira and Cho,
+//! 2019, "Passage Re-ranking with BERT").
 
 use std::path::Path;
 
@@ -12,31 +12,31 @@ use serde_json::Value;
 
 use crate::failure::Failure;
 
-/// Pairs of a forward pass.
+/// Pairs per forward pass.
 const BATCH_SIZE: usize = 64;
 
-/// Two texts as tokens, and which text each is of.
+/// The tokens of a pair, and the text type of each token.
 pub type Pair = (Vec<u32>, Vec<u32>);
 
-/// What gives an encoder's first hidden state one number.
+/// The head that maps an encoder's first hidden state to a score.
 pub struct ScoreHead<B: Backend> {
-    /// The layer between, `[d_model, d_model]` and `[d_model]`.
+    /// The pooler, `[d_model, d_model]` and `[d_model]`.
     pooler: (Tensor<B, 2>, Tensor<B, 1>),
-    /// `[1, d_model]` and `[1]`.
+    /// The classifier, `[1, d_model]` and `[1]`.
     classifier: (Tensor<B, 2>, Tensor<B, 1>),
-    /// Whether scores are from 0 to 1.
+    /// Whether scores go through a sigmoid.
     sigmoid: bool,
 }
 
 impl<B: Backend> ScoreHead<B> {
-    /// The head of a folder with a model for classification that has one class, if it is one.
+    /// The score head of a folder, if it is a classification model with one class.
     ///
     /// # Errors
-    /// If a tensor of it is missing or damaged, or its activation is none that is known.
+    /// If one of its tensors is missing or damaged, or its activation is unknown.
     pub fn open(folder: &Path, device: &B::Device) -> Result<Option<Self>, Failure> {
         let files = ModelFolder::new(folder);
         let Some((shape, classifier)) = files.tensor::<2>("classifier.weight")? else { return Ok(None) };
-        // Of several classes no number says how well texts fit.
+        // With several classes, no single number is a score.
         if shape[0] != 1 {
             return Ok(None);
         }
@@ -59,23 +59,23 @@ impl<B: Backend> ScoreHead<B> {
         }))
     }
 
-    /// A score for each pair, by the model whose head this is.
+    /// The score of each pair, from the model that this head belongs to.
     ///
     /// # Errors
-    /// If a pair has no tokens, more than the model's context, or some that it does not know, or
-    /// the device fails.
+    /// If a pair has no tokens, more than the model's context, or unknown ones, or the device
+    /// fails.
     pub fn scores(&self, model: &Transformer<B>, pairs: &[Pair]) -> Result<Vec<f32>, Failure> {
         let (context, known) = (model.config().context_length, model.config().vocab_size);
         for (ids, _) in pairs {
             if ids.is_empty() || ids.len() > context {
                 let length = ids.len();
-                return Err(Failure::usage(format!("two texts have {length} tokens; the model reads 1 to {context}")));
+                return Err(Failure::usage(format!("the pair has {length} tokens; the model accepts 1 to {context}")));
             }
             if let Some(token) = ids.iter().find(|token| **token as usize >= known) {
-                return Err(Failure::usage(format!("token {token} is none of the model's, which are below {known}")));
+                return Err(Failure::usage(format!("token {token} is outside the model's vocabulary of {known}")));
             }
         }
-        // Those of similar length share a pass.
+        // Batch pairs of similar length.
         let mut order: Vec<usize> = (0..pairs.len()).collect();
         order.sort_by_key(|pair| pairs[*pair].0.len());
         let mut scores = vec![0.0; pairs.len()];
@@ -112,13 +112,13 @@ impl<B: Backend> ScoreHead<B> {
         let scores: Vec<f32> = data.iter::<f32>().collect();
         match scores.iter().all(|score| score.is_finite()) {
             true => Ok(scores),
-            false => Err(Failure::new("the model's answer is not a number: its weights are damaged")),
+            false => Err(Failure::new("the model's output is not a number: its weights are damaged")),
         }
     }
 }
 
-/// Whether a folder's scores are from 0 to 1, as those of one class are unless `config.json` says
-/// otherwise.
+/// Whether a folder's scores go through a sigmoid: the default for one class, unless `config.json`
+/// says otherwise.
 fn has_sigmoid(folder: &Path) -> Result<bool, Failure> {
     let file = folder.join("config.json");
     let text = std::fs::read_to_string(&file).map_err(Failure::io(&file))?;
@@ -129,6 +129,6 @@ fn has_sigmoid(folder: &Path) -> Result<bool, Failure> {
     match named.map(|name| name.rsplit('.').next().unwrap_or(name)) {
         None | Some("Sigmoid") => Ok(true),
         Some("Identity") => Ok(false),
-        Some(other) => Err(Failure::new(format!("{}: the activation {other} of scores is not known", file.display()))),
+        Some(other) => Err(Failure::new(format!("{}: the score activation {other} is not supported", file.display()))),
     }
 }

@@ -1,4 +1,4 @@
-//! What a model says of utterances: an intent, and well-formed tags.
+//! Decodes a model's outputs for utterances: an intent, and well-formed tags.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use fireclay_datasets::Labels;
 use fireclay_kernels::Backend;
 use fireclay_model::{Transformer, UtteranceHeads};
 
-use crate::device_read::told;
+use crate::device_read::recorded;
 use crate::failure::Failure;
 
 /// Reads a model folder's `labels.json`.
@@ -41,8 +41,8 @@ impl Predictions {
     pub(crate) fn read<B: Backend>((intents, tags): (Tensor<B, 2>, Tensor<B, 3>)) -> Result<Self, Failure> {
         let ([_, intent_count], [_, seq_length, tag_count]) = (intents.dims(), tags.dims());
         let values = |logits: Tensor<B, 1>| {
-            let data =
-                told(logits.try_into_data()).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            let data = recorded(logits.try_into_data())
+                .map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
             Ok::<Vec<f32>, Failure>(data.iter::<f32>().collect())
         };
         let intents = values(activation::log_softmax(intents.cast(DType::F32), 1).flatten(0, 1))?;
@@ -50,13 +50,13 @@ impl Predictions {
         Ok(Self { intents, intent_count, tags, tag_count, seq_length })
     }
 
-    /// The likeliest intent of a row, and the log-probabilities of all.
+    /// The most probable intent of a row, and the log-probabilities of all.
     pub(crate) fn intent(&self, row: usize) -> (usize, &[f32]) {
         let odds = &self.intents[row * self.intent_count..(row + 1) * self.intent_count];
-        (likeliest(odds), odds)
+        (argmax(odds), odds)
     }
 
-    /// The likeliest well-formed tags of the words that begin at `columns` of a row.
+    /// The most probable well-formed tags of the words that start at `columns` of a row.
     pub(crate) fn tags(&self, row: usize, columns: &[usize], labels: &Labels) -> Vec<String> {
         let steps = columns.iter().map(|column| {
             let start = (row * self.seq_length + column) * self.tag_count;
@@ -66,13 +66,13 @@ impl Predictions {
     }
 }
 
-fn likeliest(odds: &[f32]) -> usize {
+fn argmax(odds: &[f32]) -> usize {
     odds.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(index, _)| index)
 }
 
-/// The likeliest sequence of tags in which a span never goes on without having begun (Viterbi, 1967): `I-x` follows
-/// `B-x` or `I-x` only. `odds` are the log-probabilities of each word's tags: 0 is `O`, odd ones begin a span, the even
-/// one behind each goes on with it.
+/// The most probable tag sequence in which no span continues without having started (Viterbi,
+/// 1967): `I-x` follows only `B-x` or `I-x`. `odds` are the log-probabilities of each word's tags:
+/// 0 is `O`, an odd tag starts a span, and the even tag after it continues it.
 fn best_tags<'a>(odds: impl Iterator<Item = &'a [f32]>) -> Vec<usize> {
     let goes_on = |tag: usize| tag > 0 && tag.is_multiple_of(2);
     let mut scores: Vec<f32> = Vec::new();
@@ -83,7 +83,7 @@ fn best_tags<'a>(odds: impl Iterator<Item = &'a [f32]>) -> Vec<usize> {
             scores.iter_mut().enumerate().filter(|(tag, _)| goes_on(*tag)).for_each(|(_, s)| *s = f32::NEG_INFINITY);
             continue;
         }
-        let any = likeliest(&scores);
+        let any = argmax(&scores);
         let origin = |tag: usize| match goes_on(tag) {
             true if scores[tag - 1] >= scores[tag] => tag - 1,
             true => tag,
@@ -96,7 +96,7 @@ fn best_tags<'a>(odds: impl Iterator<Item = &'a [f32]>) -> Vec<usize> {
     if scores.is_empty() {
         return Vec::new();
     }
-    let mut tags = vec![likeliest(&scores)];
+    let mut tags = vec![argmax(&scores)];
     for from in origins.iter().rev() {
         tags.push(from[tags[tags.len() - 1]]);
     }

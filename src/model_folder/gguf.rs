@@ -1,5 +1,4 @@
-//! What else a GGUF file has of a model: its tokenizer, its chat templates, and the tokens that end
-//! a text.
+//! Tokenizer, chat templates and stop tokens of a GGUF file.
 
 use std::path::Path;
 
@@ -10,32 +9,31 @@ use serde_json::{Map, Value};
 use super::Templates;
 use crate::failure::Failure;
 
-/// Special tokens by the names that templates and vocabularies know them by, and what keys call
-/// them.
+/// Special tokens: their names in templates and vocabularies, and in GGUF keys.
 const SPECIAL: [(&str, &str); 7] = [
     ("bos_token", "bos"),
     ("eos_token", "eos"),
     ("unk_token", "unknown"),
-    // As the format spells it.
+    // Spelled as in the format.
     ("sep_token", "seperator"),
     ("pad_token", "padding"),
     ("cls_token", "cls"),
     ("mask_token", "mask"),
 ];
-/// Those that end a text: all of it, a turn, or a message that waits for a tool.
+/// Stop tokens: end of text, of a turn, or of a message that waits for a tool.
 const ENDS: [&str; 3] = ["eos", "eot", "eom"];
 const TEMPLATE: &str = "tokenizer.chat_template";
 
 /// The id of a special token.
 fn id(metadata: &GgufMetadata, name: &str) -> Result<Option<u32>, ConfigError> {
-    // An id that is none stands for no such token.
+    // An invalid id means no token.
     Ok(metadata.size(&format!("tokenizer.ggml.{name}_token_id"))?.filter(|id| *id != u32::MAX))
 }
 
-/// The tokenizer; what had to be assumed of it is told on stderr.
+/// The tokenizer; prints assumptions on stderr.
 ///
 /// # Errors
-/// If there is none, it is of a kind that is not read, or damaged.
+/// If it is missing, of an unsupported kind, or damaged.
 pub(super) fn tokenizer(path: &Path, metadata: &GgufMetadata) -> Result<Tokenizer, Failure> {
     let shown = path.display();
     let about = |failure: Failure| failure.about(&shown.to_string());
@@ -52,11 +50,11 @@ fn vocabulary(metadata: &GgufMetadata) -> Result<Vocabulary, Failure> {
     let missing = |key: &str| Failure::new(format!("no tokenizer: {key} is missing"));
     let list = |name: &str| metadata.numbers(&format!("tokenizer.ggml.{name}"));
     let key = "tokenizer.ggml.model";
-    let model = match metadata.text(key)?.ok_or_else(|| missing(key))? {
+    let model = match metadata.string(key)?.ok_or_else(|| missing(key))? {
         "gpt2" => {
             let key = "tokenizer.ggml.merges";
-            let merges = metadata.texts(key)?.ok_or_else(|| missing(key))?.to_vec();
-            VocabularyModel::BytePairs { merges, pattern: metadata.text("tokenizer.ggml.pre")?.map(String::from) }
+            let merges = metadata.strings(key)?.ok_or_else(|| missing(key))?.to_vec();
+            VocabularyModel::BytePairs { merges, pattern: metadata.string("tokenizer.ggml.pre")?.map(String::from) }
         }
         "llama" => {
             let scores = list("scores")?.ok_or_else(|| missing("tokenizer.ggml.scores"))?.to_vec();
@@ -71,16 +69,16 @@ fn vocabulary(metadata: &GgufMetadata) -> Result<Vocabulary, Failure> {
             VocabularyModel::SentencePiece { scores, space_before }
         }
         other => {
-            return Err(Failure::new(format!("{key} is '{other}'; those that are read are gpt2 and llama")));
+            return Err(Failure::new(format!("{key} '{other}' is not supported; supported are gpt2 and llama")));
         }
     };
     let key = "tokenizer.ggml.tokens";
-    let tokens = metadata.texts(key)?.ok_or_else(|| missing(key))?.to_vec();
+    let tokens = metadata.strings(key)?.ok_or_else(|| missing(key))?.to_vec();
     let kinds = match list("token_type")? {
         Some(kinds) => kinds.iter().map(|kind| TokenKind::of(*kind)).collect(),
         None => vec![TokenKind::Normal; tokens.len()],
     };
-    // What SentencePiece has where nothing is said.
+    // SentencePiece's defaults.
     let pieces = matches!(model, VocabularyModel::SentencePiece { .. }) && tokens.len() > 2;
     let usual = |id: u32| pieces.then_some(id);
     Ok(Vocabulary {
@@ -97,28 +95,28 @@ fn vocabulary(metadata: &GgufMetadata) -> Result<Vocabulary, Failure> {
     })
 }
 
-/// The tokens that end a text.
+/// The stop tokens.
 ///
 /// # Errors
-/// If an id is none.
+/// If an id is invalid.
 pub(super) fn ends(metadata: &GgufMetadata) -> Result<Vec<u32>, Failure> {
     let found = ENDS.into_iter().map(|name| id(metadata, name)).collect::<Result<Vec<_>, _>>()?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Chat templates by name, the one alone called `default`, and special tokens by name.
+/// Chat templates by name, a single one called `default`, and special tokens by name.
 ///
 /// # Errors
-/// If one of them is no text.
+/// If one of them is not a string.
 pub(super) fn templates(metadata: &GgufMetadata) -> Result<Templates, Failure> {
     let mut templates = Vec::new();
-    let alone = metadata.text(TEMPLATE)?.map(|text| ("default".to_string(), text.to_string()));
+    let alone = metadata.string(TEMPLATE)?.map(|text| ("default".to_string(), text.to_string()));
     templates.extend(alone);
-    for name in metadata.texts("tokenizer.chat_templates")?.unwrap_or_default() {
-        let further = metadata.text(&format!("{TEMPLATE}.{name}"))?;
+    for name in metadata.strings("tokenizer.chat_templates")?.unwrap_or_default() {
+        let further = metadata.string(&format!("{TEMPLATE}.{name}"))?;
         templates.extend(further.map(|text| (name.clone(), text.to_string())));
     }
-    let tokens = metadata.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
+    let tokens = metadata.strings("tokenizer.ggml.tokens")?.unwrap_or_default();
     let mut special = Map::new();
     for (name, key) in SPECIAL {
         let token = id(metadata, key)?.and_then(|id| tokens.get(id as usize));
@@ -145,19 +143,19 @@ mod tests {
     fn vocabularies_give_the_ids_of_the_tokenizers_that_they_came_from() {
         let golden_ids: Value =
             serde_json::from_slice(&std::fs::read(golden("tokenizers.json")).expect("a golden file")).expect("JSON");
-        let texts: Vec<String> = serde_json::from_value(golden_ids["texts"].clone()).expect("texts");
+        let samples: Vec<String> = serde_json::from_value(golden_ids["texts"].clone()).expect("strings");
         let vocabularies = golden_ids["vocabularies"].as_object().expect("vocabularies");
         assert!(vocabularies.len() > 6, "all of them");
         let mut wrong = Vec::new();
         for (name, ids) in vocabularies {
             let tokenizer = opened(&golden(&format!("vocab-{name}.gguf"))).expect("a tokenizer");
             let ids: Vec<Vec<u32>> = serde_json::from_value(ids.clone()).expect("ids");
-            for (text, wanted) in texts.iter().zip(ids) {
+            for (text, wanted) in samples.iter().zip(ids) {
                 let own = tokenizer.encode_prompt(text).expect("any text");
                 if own != wanted {
                     wrong.push(format!("{name} {text:?}: {own:?}, and not {wanted:?}"));
                 }
-                // NFC is not undone, nor are control tokens shown.
+                // NFC cannot be undone, and control tokens are not decoded.
                 let shown = tokenizer.decode(&wanted).expect("known tokens");
                 let spells_more = text.contains(['<', '\u{301}']);
                 if !spells_more && shown != *text {

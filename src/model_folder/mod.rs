@@ -1,21 +1,24 @@
-//! What a model's folder, or the GGUF file of one, has beside the weights, and what is worth saying
-//! of it.
+//! What a model folder or GGUF file has besides the weights, and warnings about it.
 
 mod gguf;
+mod source;
 
 use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
+use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 use serde_json::{Map, Value};
 
+pub use source::ModelSource;
+
 use crate::failure::Failure;
-use crate::run_folder::TOKENIZER;
+use crate::run_folder::{TOKENIZER, model_file, write_atomic};
 
 /// The tokenizer of a model.
 ///
 /// # Errors
-/// If it is missing, damaged, or of a kind that is not read.
+/// If it is missing, damaged, or of an unsupported kind.
 pub(crate) fn tokenizer(model: &Path) -> Result<Tokenizer, Failure> {
     match ModelFolder::new(model).gguf_metadata()? {
         Some(metadata) => gguf::tokenizer(model, &metadata),
@@ -23,7 +26,7 @@ pub(crate) fn tokenizer(model: &Path) -> Result<Tokenizer, Failure> {
     }
 }
 
-/// The tokens that a GGUF file says end a text; none of a folder.
+/// The stop tokens of a GGUF file; none for a folder.
 ///
 /// # Errors
 /// If the file is damaged.
@@ -43,43 +46,74 @@ pub(crate) fn gguf_templates(model: &Path) -> Result<Option<Templates>, Failure>
     ModelFolder::new(model).gguf_metadata()?.map(read).transpose()
 }
 
-/// Names the keys of `config.json`, or of a GGUF file, that are passed over, on stderr, and says
-/// where the context is shorter than it says.
+/// Warns on stderr of ignored keys of `config.json` or of a GGUF file, and of a context shorter
+/// than they say.
 ///
 /// # Errors
-/// If the file is missing, damaged, or describes nothing that can be built.
+/// If the file is missing, damaged, or describes an unsupported model.
 pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
     let files = ModelFolder::new(folder);
     let unknown = files.unknown_keys()?;
     if !unknown.is_empty() {
         let described = if files.is_gguf() { folder.to_path_buf() } else { folder.join("config.json") };
         let (shown, keys) = (described, unknown.join(", "));
-        eprintln!("warning: {}: nothing is known of {keys}, which may change what the model computes", shown.display());
+        eprintln!("warning: {}: unknown keys {keys} are ignored and may change the model's results", shown.display());
     }
     let (_, config) = files.config()?;
-    // In GGUF files factors may hold for the whole context.
+    // In GGUF files the factors may be valid for the whole context.
     if let Positions::Rotary { scaling: RotaryScaling::LongRope { .. }, .. } = config.positions
         && !files.is_gguf()
     {
         let (shown, context) = (folder.display(), config.context_length);
-        eprintln!(
-            "note: {shown}: the context is {context} tokens, as far as the short factors of its longrope are for"
-        );
+        eprintln!("note: {shown}: the context is limited to {context} tokens, the range of longrope's short factors");
     }
     Ok(())
 }
 
-/// Refuses tokens that a model of `vocab_size` tokens has no row for: a tokenizer may have more.
+/// Files of a model's folder besides its weights and its config, which a merged model takes along.
+const TEXT_FILES: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// Writes a plain model folder with the adapter of `source` merged into its weights, and tokenizer, chat template and end tokens.
 ///
 /// # Errors
-/// With the first of them.
+/// If `out` holds a model, a file of the model or the adapter is missing or damaged, they do not fit, or the file system refuses.
+pub fn merge<B: Backend>(source: &ModelSource, out: &Path, device: &B::Device) -> Result<(), Failure> {
+    if let Some(file) = model_file(out) {
+        return Err(Failure::new(format!("{} already holds a model, {file}: choose another --out", out.display())));
+    }
+    let files = source.files()?;
+    std::fs::create_dir_all(out).map_err(Failure::io(out))?;
+    files.save_merged::<B>(out, device)?;
+    for name in TEXT_FILES {
+        let from =
+            [source.text(), source.weights()].map(|folder| folder.join(name)).into_iter().find(|file| file.is_file());
+        if let Some(from) = from {
+            let bytes = std::fs::read(&from).map_err(Failure::io(&from))?;
+            write_atomic(&out.join(name), &bytes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Refuses tokens beyond a model's `vocab_size`: a tokenizer may have more.
+///
+/// # Errors
+/// Names the first of them.
 pub(crate) fn assert_known(tokens: &[u32], vocab_size: usize, tokenizer: &Tokenizer) -> Result<(), Failure> {
     match tokens.iter().find(|token| **token as usize >= vocab_size) {
         None => Ok(()),
         Some(token) => {
             let name = tokenizer.token(*token).map_or(String::new(), |name| format!(" ('{name}')"));
             let last = vocab_size.saturating_sub(1);
-            Err(Failure::new(format!("the text has token {token}{name}, but the model knows 0 to {last} only")))
+            Err(Failure::new(format!("the text has token {token}{name}, but the model's vocabulary is 0 to {last}")))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Curves over one axis.
+//! Line plots.
 
 use plotters::coord::Shift;
 use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
@@ -9,7 +9,7 @@ use crate::failure::Failure;
 
 const SIZE: (u32, u32) = (900, 500);
 
-/// One colour after the other, told apart by eyes of every kind (Okabe and Ito, 2008).
+/// Colours distinguishable with any colour vision (Okabe and Ito, 2008).
 const COLOURS: [RGBColor; 6] = [
     RGBColor(230, 159, 0),
     RGBColor(0, 70, 140),
@@ -19,12 +19,12 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
 ];
 
-/// A curve: its name in the legend, and its points from left to right.
+/// A curve: its name in the legend, and its points in order of x.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Curve {
-    /// What the legend calls it.
+    /// Name in the legend.
     pub name: String,
-    /// `(x, y)`; points that are no numbers are left out.
+    /// `(x, y)`; non-finite points are left out.
     pub points: Vec<(f64, f64)>,
 }
 
@@ -35,10 +35,10 @@ impl Curve {
     }
 }
 
-/// Draws curves over `labels`' two axes, x and y.
+/// Plots curves; `labels` name the x and y axes.
 ///
 /// # Errors
-/// If no curve has a point that is a number.
+/// If no curve has a finite point.
 pub fn curves(title: &str, labels: [&str; 2], curves: &[Curve]) -> Result<Svg, Failure> {
     let finite = |curve: &Curve| -> Vec<(f64, f64)> {
         curve.points.iter().copied().filter(|(x, y)| x.is_finite() && y.is_finite()).collect()
@@ -81,13 +81,13 @@ where
         builder.caption(title, ("sans-serif", 18).into_font().color(&INK));
     }
     let mut chart = builder.build_cartesian_2d(x, y)?;
-    // Without the last digits of steps such as 0.1.
+    // Removes trailing digits of steps such as 0.1.
     let number = |x: &f64| ((x * 1e6).round() / 1e6).to_string();
     let mut mesh = chart.configure_mesh();
     mesh.x_desc(x_label).y_desc(y_label).x_label_formatter(&number).y_label_formatter(&number);
     mesh.light_line_style(WHITE).draw()?;
     for (at, (name, points)) in curves.iter().enumerate() {
-        // The more points, the thinner: a training loss is noise around what a validation says.
+        // The more points, the thinner: a training loss is noisy, a validation loss is not.
         let width = if points.len() > 100 { 1 } else { 2 };
         let style = COLOURS[at % COLOURS.len()].stroke_width(width);
         let line = move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style);

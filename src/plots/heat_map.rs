@@ -1,4 +1,4 @@
-//! Matrices as coloured cells: attention maps, confusion matrices, what a model would say at each layer.
+//! Matrices as coloured cells: attention maps, confusion matrices, logit lenses.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Tensor};
@@ -16,21 +16,21 @@ const MARGIN: u32 = 16;
 /// A matrix to draw.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HeatMap {
-    /// Above the picture.
+    /// The title.
     pub title: String,
-    /// What rows are, left of their labels; columns, above theirs.
+    /// Names of the row and the column axis.
     pub axes: [String; 2],
-    /// A label for each row, top to bottom.
+    /// Row labels, top to bottom.
     pub rows: Vec<String>,
-    /// A label for each column, left to right.
+    /// Column labels, left to right.
     pub columns: Vec<String>,
-    /// Row after row, 0 (white) to 1 (dark).
+    /// Cell shades in row-major order, 0 (white) to 1 (dark).
     pub shades: Vec<f64>,
-    /// What stands in each cell, row after row; nothing where this is empty.
-    pub texts: Vec<String>,
+    /// Cell cell_text in row-major order; empty for none.
+    pub cell_text: Vec<String>,
 }
 
-/// White at 0, a dark blue at 1; what is no number is grey.
+/// White at 0, dark blue at 1; grey for NaN.
 fn colour(shade: f64) -> RGBColor {
     if !shade.is_finite() {
         return RGBColor(190, 190, 190);
@@ -39,7 +39,7 @@ fn colour(shade: f64) -> RGBColor {
     RGBColor(towards(8.0), towards(64.0), towards(129.0))
 }
 
-/// Text that can be seen: spaces and line ends of tokens have signs of their own.
+/// Makes white space in tokens visible.
 fn visible(text: &str) -> String {
     text.chars()
         .map(|c| match c {
@@ -55,13 +55,15 @@ fn visible(text: &str) -> String {
 /// Draws a matrix.
 ///
 /// # Errors
-/// If it has no cells, or shades or texts are not as many as its cells.
+/// If it has no cells, or the number of shades or cell_text is wrong.
 pub fn heat_map(map: &HeatMap) -> Result<Svg, Failure> {
     let cells = map.rows.len() * map.columns.len();
-    if cells == 0 || map.shades.len() != cells || !(map.texts.is_empty() || map.texts.len() == cells) {
+    if cells == 0 || map.shades.len() != cells || !(map.cell_text.is_empty() || map.cell_text.len() == cells) {
         let (rows, columns) = (map.rows.len(), map.columns.len());
-        let (shades, texts) = (map.shades.len(), map.texts.len());
-        return Err(undrawn(format!("{rows} rows and {columns} columns, but {shades} shades and {texts} texts")));
+        let (shades, cell_text) = (map.shades.len(), map.cell_text.len());
+        return Err(undrawn(format!(
+            "{rows} rows and {columns} columns, but {shades} shades and {cell_text} cell_text"
+        )));
     }
     let layout = Layout::of(map);
     let mut svg = String::new();
@@ -71,7 +73,7 @@ pub fn heat_map(map: &HeatMap) -> Result<Svg, Failure> {
     Ok(Svg(svg))
 }
 
-/// Where things stand, in pixels.
+/// The layout, in pixels.
 ///
 /// ```text
 ///            title
@@ -88,9 +90,9 @@ struct Layout {
 
 impl Layout {
     fn of(map: &HeatMap) -> Self {
-        let widest = |texts: &[String]| texts.iter().map(|text| text_width(text, FONT)).max().unwrap_or(0);
+        let widest = |labels: &[String]| labels.iter().map(|text| text_width(text, FONT)).max().unwrap_or(0);
         let small = if map.rows.len().max(map.columns.len()) > 40 { 14 } else { 24 };
-        let cell = (small.max(widest(&map.texts) + 8), small);
+        let cell = (small.max(widest(&map.cell_text) + 8), small);
         let axis = |at: usize| if map.axes[at].is_empty() { 0 } else { FONT + 8 };
         let title = if map.title.is_empty() { 0 } else { TITLE + 12 };
         let origin = (MARGIN + axis(0) + widest(&map.rows) + 8, MARGIN + title + axis(1) + widest(&map.columns) + 8);
@@ -144,7 +146,7 @@ fn draw(
         let (x, y) = layout.at(at / map.columns.len(), at % map.columns.len());
         let corners = [(x, y), (x + width, y + height)];
         area.draw(&Rectangle::new(corners, colour(*shade).filled()))?;
-        if let Some(text) = map.texts.get(at).filter(|text| !text.is_empty()) {
+        if let Some(text) = map.cell_text.get(at).filter(|text| !text.is_empty()) {
             let ink = if *shade > 0.5 { WHITE } else { INK };
             area.draw_text(text, &style(FONT, ink, HPos::Center, VPos::Center), (x + width / 2, y + height / 2))?;
         }
@@ -154,10 +156,10 @@ fn draw(
     Ok(())
 }
 
-/// Draws where each token attends: `weights` `[tokens, tokens]`, row after row, each of which sums to one.
+/// Plots an attention matrix: `weights` `[tokens, tokens]` in row-major order; rows sum to one.
 ///
 /// # Errors
-/// If the weights are not as many as the tokens' pairs.
+/// If the size of `weights` is wrong.
 pub fn attention_map(title: &str, tokens: &[String], weights: &[f32]) -> Result<Svg, Failure> {
     let labels: Vec<String> = tokens.iter().map(|token| visible(token)).collect();
     heat_map(&HeatMap {
@@ -166,15 +168,15 @@ pub fn attention_map(title: &str, tokens: &[String], weights: &[f32]) -> Result<
         rows: labels.clone(),
         columns: labels,
         shades: weights.iter().map(|weight| f64::from(*weight)).collect(),
-        texts: Vec::new(),
+        cell_text: Vec::new(),
     })
 }
 
-/// Draws several heads at a glance, `per_row` of them side by side, each a small map with its name above; weights as in
+/// Plots several heads as small maps, `per_row` side by side, each with a title; weights as in
 /// [`attention_map`].
 ///
 /// # Errors
-/// If there are no heads, or a head's weights are not as many as those of the first, or not a square.
+/// If there are no heads, or their weights are not square or differ in size.
 pub fn attention_maps(title: &str, per_row: usize, heads: &[(String, Vec<f32>)]) -> Result<Svg, Failure> {
     const MAP: u32 = 170;
     const GAP: u32 = 14;
@@ -200,7 +202,7 @@ pub fn attention_maps(title: &str, per_row: usize, heads: &[(String, Vec<f32>)])
             let upper = (top + (at / per_row) as u32 * (MAP + GAP + FONT + 6)) as i32;
             area.draw_text(name, &("sans-serif", FONT).into_font().color(&INK), (left, upper))?;
             let upper = upper + FONT as i32 + 4;
-            // Borders between cells fall where the division leaves them, so that no gap shows.
+            // Round the cell borders, so that no gaps show.
             let edge = |index: usize| (index * MAP as usize / tokens) as i32;
             for (cell, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 1e-3) {
                 let (row, column) = (cell / tokens, cell % tokens);
@@ -219,33 +221,33 @@ pub fn attention_maps(title: &str, per_row: usize, heads: &[(String, Vec<f32>)])
     Ok(Svg(svg))
 }
 
-/// What a model would say of each token after each block, as a matrix to draw: `streams` are the logits
-/// `[1, seq_length, vocab_size]` of each residual stream in turn ([`logit_lens`](fireclay_model::Transformer::logit_lens)), a
-/// cell names the likeliest next token and is shaded by its probability. The last stream is on top.
+/// Plots a logit lens: `streams` are the logits `[1, seq_length, vocab_size]` of each residual
+/// stream in order ([`logit_lens`](fireclay_model::Transformer::logit_lens)). A cell shows the top
+/// next token, shaded by its probability. The last stream is the top row.
 ///
 /// # Errors
-/// If the device failed, the logits are not for `tokens`, or `name` fails.
+/// If the device fails, the logits do not match `tokens`, or `name` fails.
 pub fn logit_lens<B: Backend, E: Into<Failure>>(
     title: &str,
     tokens: &[String],
     streams: impl IntoIterator<Item = Tensor<B, 3>>,
     name: impl Fn(u32) -> Result<String, E>,
 ) -> Result<HeatMap, Failure> {
-    let (mut rows, mut shades, mut texts) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut rows, mut shades, mut cell_text) = (Vec::new(), Vec::new(), Vec::new());
     for (block, logits) in streams.into_iter().enumerate() {
         if logits.dims()[..2] != [1, tokens.len()] {
             return Err(undrawn(format!("logits {:?} are not for {} tokens", logits.dims(), tokens.len())));
         }
-        let (probability, likeliest) = softmax(logits.cast(DType::F32), 2).max_dim_with_indices(2);
+        let (probability, top) = softmax(logits.cast(DType::F32), 2).max_dim_with_indices(2);
         let failed = |error| Failure::new(format!("the device failed: {error:?}"));
         let probability = probability.try_into_data().map_err(failed)?;
-        let likeliest = likeliest.try_into_data().map_err(failed)?;
-        let said = likeliest.iter::<i64>().map(|token| name(token as u32).map_err(Into::into));
+        let top = top.try_into_data().map_err(failed)?;
+        let said = top.iter::<i64>().map(|token| name(token as u32).map_err(Into::into));
         let said = said.collect::<Result<Vec<String>, Failure>>()?;
-        // The rows stand bottom up, as the blocks do in every diagram.
+        // Rows go from bottom to top, as in diagrams of the model.
         rows.insert(0, if block == 0 { "embedding".to_string() } else { format!("block {}", block - 1) });
         shades.splice(0..0, probability.iter::<f64>());
-        texts.splice(0..0, said.iter().map(|text| visible(text)));
+        cell_text.splice(0..0, said.iter().map(|text| visible(text)));
     }
     Ok(HeatMap {
         title: title.into(),
@@ -253,15 +255,15 @@ pub fn logit_lens<B: Backend, E: Into<Failure>>(
         rows,
         columns: tokens.iter().map(|token| visible(token)).collect(),
         shades,
-        texts,
+        cell_text,
     })
 }
 
-/// Draws how often each label (row) was predicted as each (column): `counts` row after row; a cell is shaded by its share
-/// of its row.
+/// Plots a confusion matrix: `counts` in row-major order, with a row per expected and a column per
+/// predicted label. A cell is shaded by its share of the row.
 ///
 /// # Errors
-/// If the counts are not as many as the labels' pairs.
+/// If the size of `counts` is wrong.
 pub fn confusion_matrix(title: &str, labels: &[String], counts: &[usize]) -> Result<Svg, Failure> {
     let width = labels.len().max(1);
     let total = |row: usize| counts.iter().skip(row * width).take(width).sum::<usize>().max(1);
@@ -273,7 +275,7 @@ pub fn confusion_matrix(title: &str, labels: &[String], counts: &[usize]) -> Res
         rows: labels.to_vec(),
         columns: labels.to_vec(),
         shades: counts.iter().enumerate().map(shade).collect(),
-        texts: counts.iter().map(text).collect(),
+        cell_text: counts.iter().map(text).collect(),
     })
 }
 
@@ -281,8 +283,8 @@ pub fn confusion_matrix(title: &str, labels: &[String], counts: &[usize]) -> Res
 mod tests {
     use super::*;
 
-    fn strings(texts: &[&str]) -> Vec<String> {
-        texts.iter().map(|text| text.to_string()).collect()
+    fn strings(labels: &[&str]) -> Vec<String> {
+        labels.iter().map(|text| text.to_string()).collect()
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Pictures as SVG: curves, attention maps, confusion matrices. Command line, reports and notebooks share them.
+//! SVG plots: curves, attention maps, confusion matrices; for the command line, reports and
+//! notebooks.
 //!
 //! ```
 //! use fireclay::plots::{Curve, curves};
@@ -26,20 +27,20 @@ pub use roofline::{Dot, Roof, roofline};
 use crate::failure::Failure;
 use crate::run_folder::write_atomic;
 
-/// Text, lines of a plot's axes.
+/// Colour of text and axes.
 const INK: RGBColor = RGBColor(45, 45, 45);
 
-/// A picture.
+/// An SVG plot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Svg(String);
 
 impl Svg {
-    /// The picture's source.
+    /// The SVG source.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Writes it into a file.
+    /// Writes it to a file.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -47,7 +48,7 @@ impl Svg {
         write_atomic(path, self.0.as_bytes())
     }
 
-    /// Shows it in a notebook: evcxr calls this for the value that a cell ends with.
+    /// Displays it in a notebook: evcxr calls this for a cell's last value.
     pub fn evcxr_display(&self) {
         println!("EVCXR_BEGIN_CONTENT image/svg+xml\n{}\nEVCXR_END_CONTENT", self.0);
     }
@@ -59,12 +60,12 @@ impl Display for Svg {
     }
 }
 
-/// Why a picture could not be drawn.
+/// Why a plot could not be drawn.
 fn undrawn(error: impl Display) -> Failure {
     Failure::new(format!("a picture could not be drawn: {error}"))
 }
 
-/// Width of a text in pixels, about: sans-serif letters are half as wide as they are high.
+/// Approximate width of text in pixels: sans-serif letters are half as wide as high.
 fn text_width(text: &str, font_size: u32) -> u32 {
     (text.chars().count() as u32 * font_size * 6).div_ceil(10)
 }

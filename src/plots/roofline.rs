@@ -1,4 +1,4 @@
-//! The roofline of a device, with what runs on it (Williams, Waterman and Patterson, 2009).
+//! Roofline plots (Williams, Waterman and Patterson, 2009).
 
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -6,40 +6,40 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::{INK, Svg, undrawn};
 use crate::failure::Failure;
 
-/// What a device allows.
+/// Limits of a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Roof {
-    /// Of its memory.
+    /// Memory bandwidth.
     pub bytes_per_second: f64,
-    /// Of its matrix units.
+    /// Matrix throughput.
     pub flops_per_second: f64,
 }
 
-/// What an operation does.
+/// An operation in the plot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dot {
-    /// The operation.
+    /// Its name.
     pub name: String,
-    /// Multiplications and additions for each byte that it has to move.
+    /// Arithmetic intensity: FLOP per byte that it must move.
     pub flops_per_byte: f64,
-    /// Multiplications and additions in a second.
+    /// Throughput in FLOP/s.
     pub flops_per_second: f64,
     /// Its share of the time, 0 to 1: the dot's size.
     pub share: f64,
 }
 
-/// Dots that have their names beside them.
+/// Number of dots with labels.
 const NAMED: usize = 6;
 
-/// Draws both axes in powers of ten.
+/// Plots on logarithmic axes.
 ///
 /// # Errors
-/// If there are no dots, or a figure is not above zero.
+/// If there are no dots, or a value is not above zero.
 pub fn roofline(title: &str, roof: Roof, dots: &[Dot]) -> Result<Svg, Failure> {
     let figures = dots.iter().flat_map(|dot| [dot.flops_per_byte, dot.flops_per_second]);
     let all = figures.chain([roof.bytes_per_second, roof.flops_per_second]);
     if dots.is_empty() || !all.into_iter().all(|figure| figure.is_finite() && figure > 0.0) {
-        return Err(undrawn("a roofline needs dots, and figures above zero"));
+        return Err(undrawn("a roofline needs dots and positive values"));
     }
     let mut svg = String::new();
     let area = SVGBackend::with_string(&mut svg, (900, 520)).into_drawing_area();
@@ -70,14 +70,14 @@ fn draw(
         .build_cartesian_2d((left..right).log_scale(), (bottom..top).log_scale())?;
     chart
         .configure_mesh()
-        .x_desc("multiplications and additions a byte")
+        .x_desc("floating-point operations per byte")
         .y_desc("TFLOP/s")
         .x_label_formatter(&|x| format!("{x}"))
         .y_label_formatter(&|y| format!("{}", y / 1e12))
         .light_line_style(WHITE)
         .draw()?;
     let corners = [(left, left * bytes_per_second), (ridge, peak), (right, peak)];
-    // Where all dots lie right of the ridge, the slope is beyond the picture.
+    // If all dots are right of the ridge, the slope is outside the plot.
     let line = corners.into_iter().filter(|(x, y)| *x >= left && *y >= bottom);
     chart.draw_series(LineSeries::new(line, INK.stroke_width(2)))?;
     let colour = RGBColor(0, 70, 140);
@@ -91,7 +91,7 @@ fn draw(
     let mut taken: Vec<(i32, i32)> = Vec::new();
     for dot in named.into_iter().take(NAMED) {
         let (x, mut y) = chart.backend_coord(&(dot.flops_per_byte, dot.flops_per_second));
-        // Names that would stand on each other stand below each other.
+        // Overlapping labels are moved down.
         while taken.iter().any(|(other_x, other_y)| (x - other_x).abs() < 160 && (y - other_y).abs() < 13) {
             y += 13;
         }

@@ -1,4 +1,4 @@
-//! The profile as a page in one file: the table, a flame graph, the roofline.
+//! The profile as a single-file page: the table, a flame graph, the roofline.
 
 use std::fmt::Write;
 
@@ -15,28 +15,27 @@ pub(super) fn page(profile: &Profile) -> Result<String, Failure> {
     let title = escaped(&format!("{} on {}", profile.name, profile.device));
     let verdicts: String =
         verdicts(profile).iter().map(|verdict| format!("<li>{}</li>", escaped(&verdict.to_string()))).collect();
-    let verdicts =
-        if verdicts.is_empty() { "<p>Nothing stands out.</p>".into() } else { format!("<ul>{verdicts}</ul>") };
+    let verdicts = if verdicts.is_empty() { "<p>No findings.</p>".into() } else { format!("<ul>{verdicts}</ul>") };
     let _ = write!(
         page,
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\
          <title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1><h2>Verdicts</h2>{verdicts}\
-         <h2>Flame graph</h2><p>One {} from left to right: parts of the model, their operations, the kernels of these. Point at a box for its figures.</p>{}",
+         <h2>Flame graph</h2><p>One {} from left to right: parts of the model, their operations, and kernels. Hover over a box for details.</p>{}",
         profile.unit,
         flame(profile)
     );
     if let Some(picture) = roof(profile)? {
         let _ = write!(
             page,
-            "<h2>Roofline</h2><p>How many multiplications and additions an operation does a second, over how many it does for each \
-             byte: the line is what the hardware allows (Williams et al., 2009).</p>{picture}"
+            "<h2>Roofline</h2><p>FLOP per second of an operation over its FLOP per \
+             byte; the line is the hardware limit (Williams et al., 2009).</p>{picture}"
         );
     }
     let _ = write!(page, "<h2>Table</h2><pre>{}</pre></body></html>", escaped(&profile.to_string()));
     Ok(page)
 }
 
-/// The roofline with a dot for each operation, where there are operations with products and a known peak.
+/// The roofline with a dot per operation, if there are operations with products and a known peak.
 fn roof(profile: &Profile) -> Result<Option<String>, Failure> {
     let report = &profile.report;
     let dots: Vec<Dot> = profile
@@ -62,7 +61,7 @@ struct Tile<'a> {
     title: String,
 }
 
-/// Parts over operations over kernels, each as wide as its share.
+/// Parts above operations above kernels, each as wide as its share.
 fn flame(profile: &Profile) -> String {
     const WIDTH: f64 = 1068.0;
     const HEIGHT: usize = 26;
@@ -106,7 +105,7 @@ fn flame(profile: &Profile) -> String {
         let (x, y, wide) = (start * WIDTH, depth * HEIGHT, width * WIDTH);
         let room = (wide / 7.0) as usize;
         let text: String = if room < 3 { String::new() } else { name.chars().take(room).collect() };
-        // A colour for each name, the same each time.
+        // A fixed colour per name.
         let hue = name.bytes().fold(7u32, |hue, byte| hue.wrapping_mul(31).wrapping_add(byte.into())) % 360;
         let _ = write!(
             svg,

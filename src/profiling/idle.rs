@@ -1,31 +1,31 @@
-//! How long the device had nothing to do, and what the host was doing meanwhile.
+//! The device's idle time, and what the host did meanwhile.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use fireclay_kernels::recorder::Report;
 
-/// The device's time.
+/// Device time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Idle {
-    /// With something to do.
+    /// Busy.
     pub busy: Duration,
-    /// With nothing to do.
+    /// Idle.
     pub idle: Duration,
-    /// The idle time by what the host was doing, longest first.
+    /// The idle time by activity of the host, longest first.
     pub by: Vec<(String, Duration)>,
 }
 
 type Interval = (Duration, Duration);
 
-/// Works it out from the timeline of a report, where it has one.
+/// Computes it from a report's timeline, if there is one.
 pub fn idle(report: &Report) -> Option<Idle> {
     let timeline = report.timeline.as_ref()?;
     let device = union(timeline.device.iter().map(|span| (span.start, span.end)));
     let busy = device.iter().map(|(start, end)| *end - *start).sum();
     let gaps = gaps(&device, report.elapsed);
 
-    // A call of the driver tells more than the operation that it was made for, and that more than nothing.
+    // A driver call is more specific than the operation around it.
     let mut by: HashMap<String, Duration> = HashMap::new();
     let mut left = gaps.clone();
     let mut kinds: HashMap<&'static str, Vec<Interval>> = HashMap::new();
@@ -57,7 +57,7 @@ pub fn idle(report: &Report) -> Option<Idle> {
     Some(Idle { busy, idle, by })
 }
 
-/// The same times as intervals that do not touch, in order.
+/// The union of intervals, in order.
 fn union(intervals: impl IntoIterator<Item = Interval>) -> Vec<Interval> {
     let mut sorted: Vec<Interval> = intervals.into_iter().filter(|(start, end)| start < end).collect();
     sorted.sort();
@@ -71,12 +71,12 @@ fn union(intervals: impl IntoIterator<Item = Interval>) -> Vec<Interval> {
     joined
 }
 
-/// What of `0..end` is in none of some intervals.
+/// The part of `0..end` in none of the intervals.
 fn gaps(intervals: &[Interval], end: Duration) -> Vec<Interval> {
     without(&[(Duration::ZERO, end)], intervals)
 }
 
-/// What is in `a` and not in `b`, both in order and without overlaps.
+/// The difference of two ordered lists of disjoint intervals.
 fn without(a: &[Interval], b: &[Interval]) -> Vec<Interval> {
     let (mut left, mut at) = (Vec::new(), 0);
     for &(mut start, end) in a {
@@ -98,7 +98,7 @@ fn without(a: &[Interval], b: &[Interval]) -> Vec<Interval> {
     left
 }
 
-/// How much of `a` is in `b`.
+/// The total overlap of `a` and `b`.
 fn overlap(a: &[Interval], b: &[Interval]) -> Duration {
     let all: Duration = a.iter().map(|(start, end)| *end - *start).sum();
     let left: Duration = without(a, b).iter().map(|(start, end)| *end - *start).sum();

@@ -1,4 +1,4 @@
-//! Where the time of real work goes: a few warm steps are recorded, and turned into a table, verdicts, a trace, a page.
+//! Profiles of real work: records a few warm steps and reports a table, findings, a trace, a page.
 
 mod html;
 mod idle;
@@ -22,61 +22,61 @@ use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::run_folder::write_atomic;
 
-/// What was recorded of some work.
+/// A recorded profile.
 #[derive(Clone, Debug)]
 pub struct Profile {
     /// The work: `train gpt2-124m`.
     pub name: String,
-    /// What it was done in: step, token, batch.
+    /// Its unit: step, token, batch.
     pub unit: &'static str,
-    /// How many of these were recorded.
+    /// Number of recorded units.
     pub count: u64,
-    /// Seconds of one, not recorded.
+    /// Seconds per unit, unrecorded.
     pub seconds: f64,
     /// The device's name.
     pub device: String,
-    /// What was recorded.
+    /// The recording.
     pub report: Report,
-    /// What the hardware could do.
+    /// The hardware's limits.
     pub ceilings: Ceilings,
-    /// Memory of the device, or of the process where the device is the host.
+    /// Memory of the device, or of the process on the CPU.
     pub memory: Option<Memory>,
-    /// Why the device's own records are missing, where they should be there.
+    /// Why the device's own times are missing, if they should be available.
     pub note: Option<String>,
 }
 
 impl Profile {
-    /// What all recorded times are times of.
+    /// The clock of all recorded times.
     pub fn clock(&self) -> &'static str {
         match self.report.source {
-            Source::Cupti => "times are the device's own, recorded by CUPTI",
+            Source::Cupti => "device times, recorded by CUPTI",
             Source::Host => "times are the host's, which is the device",
             Source::Waits => {
                 "this device has no clock that can be read: each operation was waited for, and its time is the host's, \
                  the wait included"
             }
-            Source::Calls => "no times: calls alone were counted",
+            Source::Calls => "no times: only calls were counted",
         }
     }
 
-    /// Seconds of one unit, while it was recorded.
+    /// Seconds per unit while recording.
     pub fn recorded_seconds(&self) -> f64 {
         self.report.elapsed.as_secs_f64() / self.count.max(1) as f64
     }
 
-    /// The share of a unit in which the device has something to do, 0 to 1: its time while recorded, of a unit that was not,
-    /// since recording makes the host slower and leaves the kernels as they are.
+    /// The busy share of the device, 0 to 1: its recorded time relative to an unrecorded unit,
+    /// since recording slows the host and not the kernels.
     pub fn busy(&self) -> Option<f64> {
         let busy = idle(&self.report)?.busy.as_secs_f64() / self.count.max(1) as f64;
         Some((busy / self.seconds.max(1e-12)).min(1.0))
     }
 
-    /// The table, the most expensive operation first.
+    /// The table's rows, most expensive first.
     pub fn rows(&self) -> Vec<Row> {
         rows::rows(self)
     }
 
-    /// The table and the totals, as one JSON object.
+    /// Table and totals as one JSON object.
     pub fn to_json(&self) -> Value {
         let idle = idle(&self.report);
         json!({
@@ -96,7 +96,7 @@ impl Profile {
         })
     }
 
-    /// Writes what happened when, for Perfetto or Chrome's `about:tracing`.
+    /// Writes a timeline for Perfetto or Chrome's `about:tracing`.
     ///
     /// # Errors
     /// If the file cannot be written.

@@ -1,4 +1,4 @@
-//! The table's rows: an operation in a part of the model, with inputs of the same shapes.
+//! The table's rows: calls of an operation in one part of the model with equal input shapes.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 
 use super::Profile;
 
-/// What an operation cannot be faster than.
+/// A lower bound of an operation's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// The time to move its bytes.
+    /// Memory: the time to move its bytes.
     Memory,
-    /// The time to compute its products.
+    /// Compute: the time of its products.
     Compute,
 }
 
@@ -29,9 +29,9 @@ impl Bound {
 /// A row of the table.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// The part of the model, empty outside of any.
+    /// The part of the model; empty outside of any.
     pub part: String,
-    /// The operation, or what ran outside of any.
+    /// The operation, or the activity outside of any.
     pub op: String,
     /// Its kernels, longest first.
     pub kernels: Vec<KernelReport>,
@@ -39,17 +39,17 @@ pub struct Row {
     pub inputs: Vec<Operand>,
     /// Calls in all units.
     pub calls: u64,
-    /// Kernels launched in all units, where that is known.
+    /// Kernel launches in all units, if known.
     pub launches: Option<u64>,
-    /// Time in all units; unknown where calls alone were counted.
+    /// Time in all units; unknown if only calls were counted.
     pub time: Option<Duration>,
-    /// Its share of the times of all rows.
+    /// Share of the total time.
     pub share: f64,
-    /// Bytes that had to be moved in a second.
+    /// Bytes that had to be moved, per second.
     pub bytes_per_second: Option<f64>,
-    /// Multiplications and additions in a second.
+    /// FLOP per second.
     pub flops_per_second: Option<f64>,
-    /// How near it came to what bounds it, 0 to 1, and what that is.
+    /// Share of its limit reached, 0 to 1, and which limit that is.
     pub ceiling: Option<(f64, Bound)>,
 }
 
@@ -95,7 +95,7 @@ fn row(profile: &Profile, op: &OpReport) -> Row {
     let dtype = op.inputs.first().map(|input| input.dtype);
     let peak = profile.ceilings.peaks.zip(dtype).map(|(peaks, dtype)| peaks.for_dtype(dtype));
     let compute = peak.filter(|_| op.flops > 0).map(|peak| op.flops as f64 / peak);
-    // Products whose peak is unknown may be bound by it.
+    // Products with unknown peak may be compute-bound.
     let floor = match compute {
         Some(compute) if compute > memory => Some((compute, Bound::Compute)),
         None if op.flops > 0 => None,
@@ -116,7 +116,7 @@ fn row(profile: &Profile, op: &OpReport) -> Row {
     }
 }
 
-/// What ran outside of any operation: Burn's own, and on the host whatever the program does between.
+/// Activity outside of operations: Burn's own, and on the host the rest of the program.
 fn outside(profile: &Profile) -> Row {
     let report = &profile.report;
     let time = match report.source {

@@ -1,10 +1,11 @@
-//! The work that is profiled: the program's own, a few warm steps of it.
+//! The profiled work: a few warm steps of training, generation or prediction.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use fireclay_kernels::Backend;
 use fireclay_kernels::recorder::{RecorderError, Recording, Report};
+use fireclay_model::ModelFolder;
 
 use super::{Ceilings, Profile};
 use crate::backend::{OnBackend, RunContext};
@@ -16,24 +17,24 @@ use crate::process_memory::process_memory;
 use crate::recipe::Recipe;
 use crate::training::{StepOutput, Trainer, read_steps};
 
-/// What all profiles need to know.
+/// Options of every profile.
 #[derive(Clone, Debug)]
 pub struct ProfileOptions {
-    /// Units before the first that counts: kernels are compiled, and memory is taken.
+    /// Warm-up units, in which kernels are compiled and memory is allocated.
     pub warm_up: u64,
-    /// Units that are recorded.
+    /// Recorded units.
     pub count: u64,
-    /// The device's name, for its datasheet.
+    /// The device's name, to look up its datasheet.
     pub device: String,
-    /// TFLOP/s of its matrix products, in place of the datasheet's.
+    /// TFLOP/s of its matrix products, instead of the datasheet's.
     pub peak: Option<f64>,
 }
 
-/// Training steps of a recipe.
+/// A profile of training steps.
 pub struct ProfileTraining {
-    /// What is trained.
+    /// The recipe.
     pub recipe: Recipe,
-    /// How it is profiled.
+    /// The options.
     pub options: ProfileOptions,
 }
 
@@ -48,7 +49,7 @@ impl OnBackend for ProfileTraining {
             sync::<B>(&device)?;
             Ok(steps)
         };
-        // Losses are read late, as training does.
+        // Losses are read late, as in training.
         read_steps(&steps(options.warm_up)?)?;
         let begun = Instant::now();
         drop(steps(options.count)?);
@@ -58,7 +59,7 @@ impl OnBackend for ProfileTraining {
         let report = recording.stop().map_err(unrecorded)?;
         for (loss, _) in read_steps(&outputs)? {
             if !loss.is_finite() {
-                return Err(Failure::new("the loss is not a number: what is profiled does not train"));
+                return Err(Failure::new("the loss is not a number: training failed"));
             }
         }
         let name = format!("train {}, {}", recipe.name, recipe.training.precision.name());
@@ -66,19 +67,19 @@ impl OnBackend for ProfileTraining {
     }
 }
 
-/// Tokens that a model writes after a prompt.
+/// A profile of text generation.
 pub struct ProfileGeneration {
     /// The model's folder.
     pub model: PathBuf,
-    /// The prompts, read and continued together.
+    /// The prompts, run as one batch.
     pub prompts: Vec<String>,
-    /// How they are continued.
+    /// Sampling and limits.
     pub generation: GenerationOptions,
-    /// Dtype of matrices and activations.
+    /// Data type of matrices and activations.
     pub precision: Precision,
-    /// What the cache keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
-    /// How it is profiled.
+    /// The options.
     pub options: ProfileOptions,
 }
 
@@ -114,20 +115,21 @@ impl OnBackend for ProfileGeneration {
         let (recording, note) = started.ok_or_else(|| Failure::new("nothing was written"))?;
         let report = recording.stop().map_err(unrecorded)?;
         let rows = prompts.len();
-        let name = format!("generate with {}, {}, batch {rows}", model.display(), precision.name());
+        let dtypes = precision.described(&ModelFolder::new(&model))?;
+        let name = format!("generate with {}, {dtypes}, batch {rows}", model.display());
         finish::<B>(&options, (name, "token", options.count, seconds), precision, report, note, &device)
     }
 }
 
-/// Utterances whose intent and slots are predicted.
+/// A profile of intent and slot prediction.
 pub struct ProfilePrediction {
     /// The model's folder.
     pub model: PathBuf,
-    /// The utterances, predicted together.
-    pub texts: Vec<String>,
-    /// Dtype of matrices and activations.
+    /// The utterances, predicted as one batch.
+    pub utterances: Vec<String>,
+    /// Data type of matrices and activations.
     pub precision: Precision,
-    /// How it is profiled.
+    /// The options.
     pub options: ProfileOptions,
 }
 
@@ -135,10 +137,10 @@ impl OnBackend for ProfilePrediction {
     type Output = Profile;
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Profile, Failure> {
-        let Self { model, texts, precision, options } = self;
+        let Self { model, utterances, precision, options } = self;
         let predictor = Predictor::<B>::open(&model, precision, device.clone())?;
-        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-        let predict = |count: u64| (0..count).try_for_each(|_| predictor.predict(&texts).map(drop));
+        let utterances: Vec<&str> = utterances.iter().map(String::as_str).collect();
+        let predict = |count: u64| (0..count).try_for_each(|_| predictor.predict(&utterances).map(drop));
         predict(options.warm_up)?;
         let begun = Instant::now();
         predict(options.count)?;
@@ -146,7 +148,8 @@ impl OnBackend for ProfilePrediction {
         let (recording, note) = start::<B>(&device)?;
         predict(options.count)?;
         let report = recording.stop().map_err(unrecorded)?;
-        let name = format!("predict with {}, {}, {} texts", model.display(), precision.name(), texts.len());
+        let dtypes = precision.described(&ModelFolder::new(&model))?;
+        let name = format!("predict with {}, {dtypes}, {} utterances", model.display(), utterances.len());
         finish::<B>(&options, (name, "batch", options.count, seconds), precision, report, note, &device)
     }
 }
@@ -156,17 +159,17 @@ fn sync<B: Backend>(device: &B::Device) -> Result<(), Failure> {
 }
 
 fn unrecorded(error: RecorderError) -> Failure {
-    Failure::new(format!("there is no profile: {error}"))
+    Failure::new(format!("cannot profile: {error}"))
 }
 
-/// A recording with the best clock that there is, and why it is not the device's, where it should be.
+/// A recording with the best available clock, and why it is not the device's, if it should be.
 fn start<B: Backend>(device: &B::Device) -> Result<(Recording, Option<String>), Failure> {
     let clocked = B::is_synchronous() || B::probe(device).is_some();
     let recording = if clocked { Recording::start::<B>(device) } else { Recording::start_waiting::<B>(device) };
     match recording {
         Ok(recording) => Ok((recording, None)),
         Err(error @ RecorderError::Cupti(_)) => {
-            let note = format!("warning: {error}; so operations are waited for instead");
+            let note = format!("warning: {error}; timing each operation by waiting for it instead");
             Ok((Recording::start_waiting::<B>(device).map_err(unrecorded)?, Some(note)))
         }
         Err(error) => Err(unrecorded(error)),

@@ -7,18 +7,22 @@ use fireclay_kernels::recorder::{Copies, KernelReport, Operand, Source};
 use super::verdicts::shown_bytes;
 use super::{Profile, Row, idle, verdicts};
 
-/// Rows that take less of the time than this are added up.
+/// Rows with a smaller share are summed up.
 const SMALL: f64 = 0.002;
-/// Characters of a kernel's name that are shown.
+/// Maximum characters of a kernel's name.
 const KERNEL: usize = 44;
 
 impl Display for Profile {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self { name, unit, count, seconds, device, .. } = self;
         let plural = if *count == 1 { "" } else { "s" };
-        writeln!(f, "{name} on {device}: {} a {unit}", time(*seconds))?;
+        writeln!(f, "{name} on {device}: {} per {unit}", time(*seconds))?;
         let slower = 100.0 * (self.recorded_seconds() / seconds - 1.0);
-        writeln!(f, "{count} warm {unit}{plural} recorded, {slower:+.0}% beside one that is not; {}", self.clock())?;
+        writeln!(
+            f,
+            "{count} warm {unit}{plural} recorded, {slower:+.0}% compared with an unrecorded one; {}",
+            self.clock()
+        )?;
         if let Some(note) = &self.note {
             writeln!(f, "{note}")?;
         }
@@ -68,7 +72,7 @@ impl Profile {
         let write = |f: &mut Formatter<'_>, line: &[String; 9]| {
             let mut text = String::new();
             for (at, (cell, width)) in line.iter().zip(widths).enumerate() {
-                // Names to the left, numbers to the right.
+                // Names are left-aligned, numbers right-aligned.
                 match at {
                     3 | 4 | 7 | 8 => write!(text, "{cell:<width$}  ")?,
                     _ => write!(text, "{cell:>width$}  ")?,
@@ -96,7 +100,7 @@ impl Profile {
                 let (half, single) = (peaks.half / 1e12, peaks.single / 1e12);
                 format!("products at {half:.0} TFLOP/s in 16 bits and {single:.0} in f32, by its datasheet")
             }
-            None => "its matrix peak is not known: give it with --peak TFLOPS".into(),
+            None => "matrix peak unknown: set it with --peak TFLOPS".into(),
         };
         writeln!(f, "ceilings        a copy at {bytes_per_second:.0} GB/s, measured; {peak}")?;
         let total = &report.total;
@@ -118,14 +122,18 @@ impl Profile {
             of.iter().fold((0, 0), |sum, one| (sum.0 + one.count, sum.1 + one.bytes))
         };
         let ((uploads, up), (reads, down)) = (sum(&report.uploads), sum(&report.reads));
-        // The host has no launches, and calls no driver.
+        // The host has no launches and calls no driver.
         let on_device = report.source != Source::Host;
         if on_device {
             let (launches, waits) = (known(total.launches), known(total.synchronisations));
             write!(f, "a {unit:<14}{launches} launches, {waits} waits for the device")?;
-            match report.waits_beside {
-                beside if beside == 0 || total.synchronisations.is_none() => writeln!(f)?,
-                beside => writeln!(f, ", {} of which while it had more to do", number(beside as f64 / count))?,
+            match report.waits_while_busy {
+                overlapped if overlapped == 0 || total.synchronisations.is_none() => writeln!(f)?,
+                overlapped => writeln!(
+                    f,
+                    ", {} of them while the device had more work queued",
+                    number(overlapped as f64 / count)
+                )?,
             }
         }
         let (to_device, to_host) = (copies(total.to_device, uploads, up), copies(total.to_host, reads, down));
@@ -142,7 +150,7 @@ impl Profile {
     }
 }
 
-/// A time in the unit that suits it.
+/// A time in a suitable unit.
 fn time(seconds: f64) -> String {
     match seconds {
         seconds if seconds >= 1.0 => format!("{seconds:.2} s"),
@@ -151,12 +159,12 @@ fn time(seconds: f64) -> String {
     }
 }
 
-/// Whole, where it is, and with two digits otherwise.
+/// Whole, or with two digits.
 fn number(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.2}") }
 }
 
-/// `[2, 3] [3, 4] bf16`: a dtype that all inputs share is said once.
+/// `[2, 3] [3, 4] bf16`: a dtype shared by all inputs is shown once.
 fn inputs(inputs: &[Operand]) -> String {
     let mut text = String::new();
     for (at, input) in inputs.iter().enumerate() {

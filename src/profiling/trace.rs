@@ -1,4 +1,4 @@
-//! What happened when, in the format that Perfetto and Chrome read ("Trace Event Format", Google).
+//! The timeline, in the format of Perfetto and Chrome ("Trace Event Format", Google).
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::Profile;
 
-/// The rows of the picture.
+/// The rows of the timeline.
 const THREADS: [(u32, &str); 3] = [(1, "operations"), (2, "driver"), (3, "device")];
 
 pub(super) fn trace(profile: &Profile) -> Value {

@@ -1,4 +1,4 @@
-//! What the figures say, in words, and only where they bear it out.
+//! Findings: conclusions from the figures, only where these support them.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -6,16 +6,16 @@ use fireclay_kernels::recorder::{Report, Source};
 
 use super::{Bound, Profile, idle};
 
-/// Share of idle time from which on the device is said to be idle.
+/// Idle share from which the device is reported as idle.
 const IDLE: f64 = 0.3;
-/// Share of the time from which on an operation far from its ceiling is named, and how far that is.
+/// Share of time from which an operation far from its limit is reported, and how far.
 const EXPENSIVE: f64 = 0.1;
 const FAR: f64 = 0.5;
-/// Time of a kernel below which it is too short for its ceiling to say anything.
+/// Kernels shorter than this are too short to compare with a limit.
 const SHORT: f64 = 20e-6;
-/// Callers that a verdict names.
+/// Maximum callers in a finding.
 const NAMED: usize = 3;
-/// Bytes a unit that may be read late.
+/// Bytes per unit that may be read late.
 const LATE: u64 = 4096;
 
 /// What a verdict is about.
@@ -69,7 +69,8 @@ impl Display for Verdict {
 
 /// What the figures of a profile say, the gravest kinds first.
 ///
-/// What is read late, for many units at once, costs them nothing, and is no verdict; nor are waits for that.
+/// What is read late, for many units at once, costs them nothing, and is no verdict; nor are waits
+/// for that.
 pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
     let (unit, count) = (profile.unit, profile.count.max(1) as f64);
     let mut verdicts = Vec::new();
@@ -78,7 +79,10 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
 
     for fallback in &report.fallbacks {
         let times = each(fallback.count as f64 / count);
-        say(VerdictKind::Fallback, format!("{} ran its reference {times} a {unit}: {}", fallback.op, fallback.reason));
+        say(
+            VerdictKind::Fallback,
+            format!("{} ran its reference {times} per {unit}: {}", fallback.op, fallback.reason),
+        );
     }
 
     for (direction, copies) in [("host", to_host(profile)), ("device", to_device(profile))] {
@@ -92,7 +96,7 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         let (bytes, times) = (shown_bytes(bytes as f64 / count), each(times as f64 / count));
         say(
             VerdictKind::Copies,
-            format!("{bytes} copied to the {direction} {times} a {unit} by {}{more}", names.join(", ")),
+            format!("{bytes} copied to the {direction} {times} per {unit} by {}{more}", names.join(", ")),
         );
     }
 
@@ -107,7 +111,7 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         let by = waiting.into_iter().chain(outside).take(NAMED).collect::<Vec<_>>().join(", ");
         say(
             VerdictKind::Sync,
-            format!("the host waited for the device {} a {unit}, in {by}", each(waits as f64 / count)),
+            format!("the host waited for the device {} per {unit}, in {by}", each(waits as f64 / count)),
         );
     }
 
@@ -131,7 +135,7 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
             let launching: f64 = launching.map(|(_, time)| time.as_secs_f64()).sum();
             if launches as f64 >= count && busy > 0.0 && launching >= 0.5 * idle.idle.as_secs_f64() {
                 let (each, per_unit) = (1e6 * busy / launches as f64, launches as f64 / count);
-                text += &format!(": launch-bound, {per_unit:.0} launches a {unit} of {each:.1} us");
+                text += &format!(": launch-bound, {per_unit:.0} launches per {unit} of {each:.1} us");
             }
             if let Some((what, time)) = idle.by.first() {
                 let share = 100.0 * time.as_secs_f64() / idle.idle.as_secs_f64().max(1e-12);
@@ -147,8 +151,8 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         let far = |(reached, _): &(f64, Bound)| row.share >= EXPENSIVE && *reached < FAR && long;
         if let Some((reached, bound)) = row.ceiling.filter(far) {
             let limit = match bound {
-                Bound::Memory => "what memory would allow",
-                Bound::Compute => "what the matrix units could compute",
+                Bound::Memory => "the memory limit",
+                Bound::Compute => "the compute limit",
             };
             let (share, reached) = (100.0 * row.share, 100.0 * reached);
             say(
@@ -167,20 +171,21 @@ struct Copying {
     bytes: u64,
 }
 
-/// Waits for the device that left it without work, as far as that is known.
+/// Waits that left the device without work, if known.
 fn waits(report: &Report) -> Option<u64> {
-    report.total.synchronisations.map(|waits| waits.saturating_sub(report.waits_beside))
+    report.total.synchronisations.map(|waits| waits.saturating_sub(report.waits_while_busy))
 }
 
-/// Copies to the host that cost the device something: those within operations, and others that are waited for in each
-/// unit, or of more than [`LATE`] bytes. Tokens and losses that are read late, many units at once, are neither.
+/// Copies to the host that cost device time: those within operations, and others that are waited
+/// for in each unit or exceed [`LATE`] bytes. Tokens and losses read late, many units at once, are
+/// neither.
 fn to_host(profile: &Profile) -> Vec<Copying> {
     let (report, count) = (&profile.report, profile.count.max(1));
     let waits = match report.timeline {
         Some(_) => waits(report).unwrap_or(0),
-        // The recording itself waited behind each operation, so that nothing could be read late.
+        // The recorder waited after each operation, so nothing could be read late.
         None if report.source == Source::Waits => 0,
-        None => report.reads.iter().map(|read| read.count).sum::<u64>().saturating_sub(report.waits_beside),
+        None => report.reads.iter().map(|read| read.count).sum::<u64>().saturating_sub(report.waits_while_busy),
     };
     let late = |times: u64, bytes: u64| times > 0 && waits < count && bytes < LATE * count;
     let found = match &report.timeline {
@@ -200,7 +205,7 @@ fn to_host(profile: &Profile) -> Vec<Copying> {
     largest_first(found)
 }
 
-/// Copies to the device, but for what is learnt from or read, which has to go there.
+/// Copies to the device, except for the inputs, which must go there.
 fn to_device(profile: &Profile) -> Vec<Copying> {
     let report = &profile.report;
     let decodes = profile.unit == "token";
@@ -225,7 +230,7 @@ fn to_device(profile: &Profile) -> Vec<Copying> {
     largest_first(found)
 }
 
-/// Of each caller once, the one that copies most first.
+/// One per caller, largest first.
 fn largest_first(copies: Vec<Copying>) -> Vec<Copying> {
     let mut joined: Vec<Copying> = Vec::new();
     for copy in copies.into_iter().filter(|copy| copy.times > 0) {
@@ -250,7 +255,7 @@ fn caller(part: &str, op: &str) -> String {
     }
 }
 
-/// How often, on average.
+/// The average count.
 fn each(times: f64) -> String {
     match times {
         1.0 => "once".into(),

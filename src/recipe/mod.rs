@@ -1,4 +1,4 @@
-//! Recipes: what to train, on what, and how, as TOML.
+//! Recipes: everything about a training run, as TOML.
 
 mod model;
 mod parse;
@@ -7,5 +7,7 @@ pub mod schema;
 pub mod task;
 
 pub use schedule::{Schedule, ScheduleKind};
-pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, Reduce, Shard, TrainingRecipe};
+pub use schema::{
+    AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, Recipe, Reduce, Shard, TrainingRecipe,
+};
 pub use task::{ModelSizes, TaskName};

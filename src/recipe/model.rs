@@ -1,4 +1,4 @@
-//! The transformer that a recipe asks for.
+//! The model of a recipe.
 
 use fireclay_model::{AttentionDirection, TransformerConfig};
 use serde_json::Value as Json;
@@ -8,23 +8,23 @@ use super::schema::Recipe;
 use crate::failure::Failure;
 
 impl Recipe {
-    /// The transformer that the recipe asks for. Needs to know the data: call [`sized_for`](Self::sized_for) first.
+    /// The model of the recipe. Depends on the data: call [`sized_for`](Self::sized_for) first.
     ///
     /// # Errors
-    /// If a field is unknown, of a wrong type, or contradicts another.
+    /// If a field is unknown, has a wrong type, or contradicts another.
     pub fn model_config(&self) -> Result<TransformerConfig, Failure> {
         let usage = |reason: String| Failure::usage(reason);
         let size = |name: &str, default: usize| match self.model.get(name) {
             None => Ok(default),
             Some(Value::Integer(size)) if *size > 0 => Ok(*size as usize),
-            Some(other) => Err(usage(format!("model.{name} is {other}: a whole number above 0 is wanted"))),
+            Some(other) => Err(usage(format!("model.{name} is {other}: it must be a whole number above 0"))),
         };
         let shape = (size("context_length", self.training.seq_length)?, size("d_model", 128)?);
         let (n_layers, n_heads) = (size("n_layers", 4)?, size("n_heads", 4)?);
         let family = match self.model.get("family") {
             None => "gpt2",
             Some(Value::String(family)) => family,
-            Some(other) => return Err(usage(format!("model.family is {other}: a text is wanted"))),
+            Some(other) => return Err(usage(format!("model.family is {other}: it must be a string"))),
         };
         let vocab_size = self.sizes.vocab_size;
         let base = match family {
@@ -43,7 +43,7 @@ impl Recipe {
             }
         };
         let base = base.with_intents(self.sizes.intents).with_tags(self.sizes.tags);
-        // The preset's fields, with the recipe's in their place.
+        // The preset's fields, overridden by the recipe's.
         let mut fields = serde_json::to_value(&base).map_err(|error| Failure::new(error.to_string()))?;
         if let Json::Object(fields) = &mut fields {
             for (key, value) in self.model.iter().filter(|(key, _)| *key != "family") {
@@ -63,7 +63,7 @@ impl Recipe {
         Ok(config)
     }
 
-    /// Refuses a shape that the kind of task, or its rows, cannot do with.
+    /// Refuses a shape that does not suit the task or its sequence length.
     pub(crate) fn suits_rows(&self, config: &TransformerConfig) -> Result<(), Failure> {
         let (wanted, why) = self.task.attention();
         if config.attention != wanted {

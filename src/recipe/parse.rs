@@ -1,4 +1,4 @@
-//! Recipes as TOML: the shipped ones, files, and settings of the command line.
+//! Recipes as TOML: shipped ones, files, and overrides from the command line.
 
 use std::path::Path;
 
@@ -6,23 +6,25 @@ use fireclay_model::TransformerConfig;
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
+use super::schema::{DataRecipe, LoraRecipe, Recipe, TrainingRecipe, is_unknown};
 use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
-/// The recipes that come with the program.
-const SHIPPED: [(&str, &str); 7] = [
+/// The shipped recipes.
+const SHIPPED: [(&str, &str); 9] = [
     ("stories", include_str!("shipped/stories.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
     ("gpt2-124m", include_str!("shipped/gpt2-124m.toml")),
     ("llama-15m", include_str!("shipped/llama-15m.toml")),
+    ("chat-lora", include_str!("shipped/chat-lora.toml")),
+    ("chat-full", include_str!("shipped/chat-full.toml")),
     ("home", include_str!("shipped/home.toml")),
     ("intent-slot", include_str!("shipped/intent-slot.toml")),
 ];
 
 impl Recipe {
-    /// A recipe that comes with the program, by its name.
+    /// A shipped recipe by name.
     ///
     /// # Errors
     /// If there is none of that name.
@@ -32,15 +34,15 @@ impl Recipe {
             None => {
                 let known: Vec<&str> = SHIPPED.iter().map(|(known, _)| *known).collect();
                 let known = known.join(", ");
-                Err(Failure::usage(format!("no recipe '{name}': neither a file nor one of those shipped ({known})")))
+                Err(Failure::usage(format!("no recipe '{name}': neither a file nor a shipped recipe ({known})")))
             }
         }
     }
 
-    /// The recipe in a file, or the shipped one of that name.
+    /// The recipe in a file, or a shipped one.
     ///
     /// # Errors
-    /// If there is neither, or the file is no recipe.
+    /// If there is neither, or the file is invalid.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let name = path.to_string_lossy();
         if !path.exists() && !name.ends_with(".toml") {
@@ -50,10 +52,10 @@ impl Recipe {
         Self::parse(&text, &name)
     }
 
-    /// Reads TOML; `origin` stands in errors.
+    /// Parses TOML; `origin` is named in errors.
     ///
     /// # Errors
-    /// If it is not TOML, a key is unknown, or a value is of the wrong type.
+    /// If it is not TOML, a key is unknown, or a value has a wrong type.
     pub fn parse(text: &str, origin: &str) -> Result<Self, Failure> {
         let wrong = |reason: String| Failure::usage(format!("{origin}: {reason}"));
         let table: Table = text.parse().map_err(|error: toml::de::Error| {
@@ -84,7 +86,7 @@ impl Recipe {
             Failure::usage(text.trim().to_string())
         })?;
         if is_unknown(&recipe.sizes) && recipe.init.is_none() {
-            // Finds wrong types in [model] now, rather than when the data has been read.
+            // Finds wrong types in [model] now, before the data is read.
             recipe.sizes.vocab_size = 1;
             recipe.model_config()?;
             recipe.sizes = ModelSizes::default();
@@ -92,19 +94,19 @@ impl Recipe {
         recipe.check()
     }
 
-    /// With `key` set to `value`, which reads as TOML where it can, else as a text. A key is `section.key`, or the key
-    /// alone.
+    /// Sets `key` to `value`, parsed as TOML if possible, else as a string. A key is `section.key`,
+    /// or just the key.
     ///
     /// # Errors
-    /// If the key is unknown (the nearest known one is named) or the value of a wrong type.
+    /// If the key is unknown (the error suggests the nearest one) or the value has a wrong type.
     pub fn with(&self, key: &str, value: &str) -> Result<Self, Failure> {
         self.with_all([(key, value)])
     }
 
-    /// As [`with_all`](Self::with_all) for settings as a command line has them, `KEY=VALUE`.
+    /// [`with_all`](Self::with_all) for settings of a command line, `KEY=VALUE`.
     ///
     /// # Errors
-    /// As there, or if one is no such pair.
+    /// As there, or if a setting has another form.
     pub fn with_settings(&self, settings: &[String]) -> Result<Self, Failure> {
         let pair = |setting: &'_ String| match setting.split_once('=') {
             Some((key, value)) => Ok((key.trim().to_string(), value.trim().to_string())),
@@ -114,10 +116,10 @@ impl Recipe {
         self.with_all(pairs.iter().map(|(key, value)| (key.as_str(), value.as_str())))
     }
 
-    /// As [`with`](Self::with) for several keys at once: the recipe is checked when all are set, not in between.
+    /// [`with`](Self::with) for several keys at once; the recipe is checked after all are set.
     ///
     /// # Errors
-    /// If a key is unknown, or the recipe with all of them is none that can be trained.
+    /// If a key is unknown, or the resulting recipe is invalid.
     pub fn with_all<'a>(&self, settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, Failure> {
         let known = known_keys();
         let mut table = Table::try_from(self).map_err(|error| Failure::new(error.to_string()))?;
@@ -147,6 +149,7 @@ fn known_keys() -> Vec<(String, String)> {
         _ => Vec::new(),
     };
     let training = keys(serde_json::to_value(TrainingRecipe::default()).unwrap_or_default());
+    let lora = keys(serde_json::to_value(LoraRecipe::default()).unwrap_or_default());
     let mut data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
     data.push("corpora".into());
     let model = keys(serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).unwrap_or_default());
@@ -155,7 +158,7 @@ fn known_keys() -> Vec<(String, String)> {
         .chain(model.into_iter().filter(|key| !from_data.contains(&key.as_str())))
         .collect();
     let top = ["name", "task", "init", "sizes"].map(String::from).to_vec();
-    [("training", training), ("data", data), ("model", model), ("", top)]
+    [("training", training), ("lora", lora), ("data", data), ("model", model), ("", top)]
         .into_iter()
         .flat_map(|(section, keys)| keys.into_iter().map(move |key| (section.to_string(), key)))
         .collect()
@@ -172,7 +175,7 @@ fn unknown(key: &str, known: &[(String, String)]) -> Failure {
         closeness(a).total_cmp(&closeness(b))
     });
     let nearest = nearest.map_or(String::new(), |(section, key)| dotted(section, key));
-    Failure::usage(format!("unknown key {key}; the nearest known one is {nearest}"))
+    Failure::usage(format!("unknown key {key}; did you mean {nearest}?"))
 }
 
 #[cfg(test)]

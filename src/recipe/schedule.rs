@@ -1,35 +1,35 @@
-//! The learning rate over a run.
+//! Learning rate schedules.
 
 use serde::{Deserialize, Serialize};
 
-/// What the learning rate does after the warm-up.
+/// The learning rate after warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
-    /// Falls along a cosine to the minimum at the last step (Loshchilov and Hutter, 2017).
+    /// Cosine decay to the minimum at the last step (Loshchilov and Hutter, 2017).
     Cosine,
-    /// Falls in a straight line to the minimum at the last step.
+    /// Linear decay to the minimum at the last step.
     Linear,
-    /// Stays, and falls in a straight line to the minimum over the last steps: warm-up, stable, decay (Hu et al., 2024).
+    /// Constant, with a linear decay over the last steps: warm-up, stable, decay (Hu et al., 2024).
     Wsd,
-    /// Stays.
+    /// Constant.
     Constant,
 }
 
-/// A linear warm-up, and then a [`ScheduleKind`].
+/// A linear warm-up, then a [`ScheduleKind`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
-    /// What follows the warm-up.
+    /// The schedule after warm-up.
     pub kind: ScheduleKind,
-    /// The learning rate after the warm-up.
+    /// The peak learning rate.
     pub maximum: f64,
-    /// The learning rate at the end of a schedule that falls.
+    /// The learning rate at the end of a decay.
     pub minimum: f64,
-    /// Steps of warm-up.
+    /// Warm-up steps.
     pub warmup_steps: u64,
-    /// Steps at the end in which the rate of [`ScheduleKind::Wsd`] falls.
+    /// Decay steps of [`ScheduleKind::Wsd`].
     pub decay_steps: u64,
-    /// Steps in all.
+    /// Total steps.
     pub steps: u64,
 }
 
@@ -39,7 +39,7 @@ impl Schedule {
         if step < self.warmup_steps {
             return self.maximum * (step + 1) as f64 / (self.warmup_steps + 1) as f64;
         }
-        // The share that is done of the steps from `begin` to the last.
+        // The completed share of the steps from `begin` to the last.
         let done = |begin: u64| {
             let span = self.steps.saturating_sub(begin).max(1);
             (step.saturating_sub(begin) as f64 / span as f64).min(1.0)
@@ -83,7 +83,7 @@ mod tests {
         near(wsd.learning_rate(9), 1.0);
         near(wsd.learning_rate(11), 0.55);
         near(wsd.learning_rate(13), 0.1);
-        // A decay longer than what is behind the warm-up takes all of that.
+        // A decay longer than the steps after warm-up takes all of them.
         let all = Schedule { decay_steps: 13, ..wsd };
         near(all.learning_rate(8), 0.55);
     }

@@ -12,34 +12,39 @@ use super::task::{ModelSizes, TaskName};
 use crate::failure::Failure;
 use crate::precision::Precision;
 
-/// Data that is in the program itself.
+/// Data embedded in the program.
 pub const EMBEDDED: [&str; 2] = ["stories", "home"];
 
-/// Tokenizers that a run makes itself.
+/// Tokenizers that a run trains itself.
 const MADE_TOKENIZERS: [&str; 4] = ["byte", "char", "bpe", "pieces"];
 
-/// Everything about a training run but where it goes.
+/// Everything about a training run except its output folder.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
     /// Name of the run.
     pub name: String,
-    /// What to train for.
+    /// The task.
     #[serde(default)]
     pub task: TaskName,
-    /// Folder of a model to begin from, whose shape and tokenizer are taken; of `[model]` only the dropout counts then.
+    /// Folder of a model to initialize from. The run takes its shape and tokenizer; of `[model]`
+    /// only dropout applies then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
-    /// Family and shape: `family`, and any field of [`TransformerConfig`](fireclay_model::TransformerConfig).
+    /// Family and shape: `family`, and any field of
+    /// [`TransformerConfig`](fireclay_model::TransformerConfig).
     #[serde(default)]
     pub model: Table,
-    /// What to learn from.
+    /// The training data.
     #[serde(default)]
     pub data: DataRecipe,
-    /// How to learn.
+    /// The training settings.
     #[serde(default)]
     pub training: TrainingRecipe,
-    /// What the data asks for; filled in by [`Recipe::sized_for`].
+    /// The adapter that is trained, where `training.adapter` asks for one.
+    #[serde(default)]
+    pub lora: LoraRecipe,
+    /// Sizes that the data sets; filled in by [`Recipe::sized_for`].
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub(crate) sizes: ModelSizes,
 }
@@ -52,37 +57,41 @@ pub(super) fn is_unknown(sizes: &ModelSizes) -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataRecipe {
-    /// `stories` or `home` for an embedded grammar, else the path of a text, of a folder, or of prepared tokens; empty to ask for
-    /// one.
+    /// `stories` or `home` for an embedded grammar; else the path of a file, a folder or prepared
+    /// tokens. Empty if it has to be given.
     pub source: String,
-    /// Several texts instead of one, each with its weight: how often it is drawn from, beside the others.
+    /// Several sources instead of one, each with its sampling weight.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub corpora: BTreeMap<String, f64>,
-    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
-    /// nested `a.b`.
+    /// JSON field, or column of CSV, TSV or Parquet, with the document; `a.b` for a nested one.
     pub field: String,
-    /// For a language `byte`, `char` or `bpe`, for utterances `pieces` (of the training part's words); or the path of a
-    /// `tokenizer.json`.
+    /// Language: `byte`, `char` or `bpe`. Utterances: `pieces`, trained on the training part's
+    /// words. Or the path of a `tokenizer.json`.
     pub tokenizer: String,
-    /// Size of the vocabulary of `bpe`.
+    /// Vocabulary size of `bpe`.
     pub bpe_size: usize,
-    /// Size of the vocabulary of pieces, for utterances.
+    /// Vocabulary size of `pieces`.
     pub pieces: usize,
-    /// Share of the text held out.
+    /// Share of the data that is held out.
     pub holdout: f64,
-    /// What is held out: the end of the text, or whole documents from everywhere.
+    /// What is held out: the end of the data, or documents chosen at random.
     pub holdout_by: HoldoutBy,
-    /// Whether a token sees none before its own document, where a row has several.
+    /// Whether attention is limited to a token's own document, where a row has several.
     pub documents_apart: bool,
-    /// Whether a model to begin from takes the recipe's tokenizer, and rows of its embedding for tokens that it does not know.
+    /// For chats, whether a row has several conversations, none of which sees another; else each has a row of its own.
+    pub packing: bool,
+    /// For chats, the file of a chat template; empty for the model's own.
+    pub chat_template: String,
+    /// Whether an initialized model takes the recipe's tokenizer, with new embedding rows for
+    /// unknown tokens.
     pub resize_embedding: bool,
 }
 
-/// What a text's held-out share is.
+/// Which part of the data is held out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HoldoutBy {
-    /// Its end.
+    /// The end.
     #[default]
     Tail,
     /// Documents, chosen by their numbers.
@@ -108,12 +117,70 @@ impl Default for DataRecipe {
             holdout: 0.1,
             holdout_by: HoldoutBy::Tail,
             documents_apart: false,
+            packing: true,
+            chat_template: String::new(),
             resize_embedding: false,
         }
     }
 }
 
-/// Which optimizer updates the parameters.
+/// What of a model is trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdapterKind {
+    /// All weights.
+    #[default]
+    None,
+    /// A low-rank adapter (LoRA; Hu et al., 2021) on frozen weights.
+    Lora,
+}
+
+/// The `[lora]` of a recipe, in PEFT's words.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LoraRecipe {
+    /// Rank of the two matrices.
+    pub rank: usize,
+    /// What an adapter adds is scaled by `alpha / rank`.
+    pub alpha: f64,
+    /// Scale by `alpha / sqrt(rank)` instead (rsLoRA).
+    pub rslora: bool,
+    /// Probability that an input of an adapter is zero, in training.
+    pub lora_dropout: f64,
+    /// `all-linear`, or names of modules with commas between, such as `q_proj,v_proj`.
+    pub targets: String,
+    /// Modules that are trained whole, with commas between, such as `embed_tokens`.
+    pub modules_to_save: String,
+    /// What the frozen weights are stored as: `float` (the activations' dtype) or `int8`.
+    pub base: BaseKind,
+}
+
+/// What frozen weights are stored as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BaseKind {
+    /// The dtype of the activations.
+    #[default]
+    Float,
+    /// Bytes with a scale a row.
+    Int8,
+}
+
+impl Default for LoraRecipe {
+    fn default() -> Self {
+        Self {
+            rank: 16,
+            alpha: 32.0,
+            rslora: false,
+            lora_dropout: 0.0,
+            targets: "all-linear".into(),
+            modules_to_save: String::new(),
+            base: BaseKind::Float,
+        }
+    }
+}
+
+/// The optimizers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OptimizerKind {
     /// AdamW (Loshchilov and Hutter, 2019).
@@ -153,41 +220,45 @@ pub struct TrainingRecipe {
     pub batch_size: usize,
     /// Tokens of a row.
     pub seq_length: usize,
-    /// Forward passes of a step.
+    /// Forward passes of a step (gradient accumulation).
     pub accumulation: usize,
-    /// Blocks of which the backward pass computes the activations again, together, in place of keeping them; 0 keeps all.
+    /// Blocks per activation checkpoint: backward recomputes that many blocks at a time; 0 keeps
+    /// all activations.
     pub checkpoint_activations: usize,
-    /// Learning rate after the warm-up.
+    /// `none` to train all weights, or `lora`.
+    pub adapter: AdapterKind,
+    /// Peak learning rate, after warm-up.
     pub learning_rate: f64,
-    /// Learning rate at the end of a schedule that falls.
+    /// Learning rate at the end of a decaying schedule.
     pub min_learning_rate: f64,
-    /// Steps of warm-up.
+    /// Warm-up steps.
     pub warmup_steps: u64,
     /// `cosine`, `linear`, `wsd` or `constant`.
     pub schedule: ScheduleKind,
-    /// Steps at the end in which the rate of `wsd` falls; 0 for a fifth of all.
+    /// Steps of decay at the end of `wsd`; 0 for a fifth of all.
     pub decay_steps: u64,
     /// `adamw`.
     pub optimizer: OptimizerKind,
-    /// AdamW's decay of the first moment.
+    /// AdamW: beta 1.
     pub beta_1: f64,
-    /// AdamW's decay of the second moment.
+    /// AdamW: beta 2.
     pub beta_2: f64,
-    /// AdamW's epsilon.
+    /// AdamW: epsilon.
     pub epsilon: f64,
-    /// Decoupled decay of matrices.
+    /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
-    /// Largest global norm of the gradients; 0 for no clipping.
+    /// Maximum global gradient norm; 0 for no clipping.
     pub max_grad_norm: f64,
-    /// Share of the targets' probability spread over the vocabulary, in training.
+    /// Label smoothing in training.
     pub label_smoothing: f64,
-    /// Weight of the intents' loss beside that of the tags.
+    /// Weight of the intent loss relative to the tag loss.
     pub intent_weight: f64,
-    /// Share of the words that are read letter by letter, in training on utterances.
+    /// Share of words read letter by letter, in training on utterances.
     pub split_words: f64,
-    /// Share of the slots' values that are exchanged for another of the same slot, in training on utterances.
+    /// Share of slot values exchanged for another value of the same slot, in training on
+    /// utterances.
     pub swap_values: f64,
-    /// Share of the words that are hidden, in training on utterances.
+    /// Share of words masked, in training on utterances.
     pub hide_words: f64,
     /// `f32` or `bf16`.
     pub precision: Precision,
@@ -195,27 +266,27 @@ pub struct TrainingRecipe {
     pub shard: Shard,
     /// What several ranks add gradients up in: `f32` or `bf16`.
     pub reduce: Reduce,
-    /// Where all randomness comes from.
+    /// Random seed.
     pub seed: u64,
     /// Steps between validations.
     pub valid_every: u64,
-    /// Tokens between validations, to the next whole step; 0 to count by steps.
+    /// Tokens between validations, rounded up to a step; 0 to count steps.
     pub valid_every_tokens: u64,
-    /// Validations in a row without a better one after which training stops; 0 for never.
+    /// Patience: validations in a row without improvement after which training stops; 0 for never.
     pub patience: u64,
-    /// Tokens of a sample of text at each validation; 0 for none.
+    /// Tokens of a sample generated at each validation; 0 for none.
     pub sample_tokens: usize,
-    /// What a sample goes on from; empty for the beginning of a text.
+    /// Prompt of that sample; empty to start a new document.
     pub sample_prompt: String,
-    /// TFLOP/s that the device can do, for the share that is used; 0 for what its datasheet says, where that is known.
+    /// Peak TFLOP/s of the device, for its utilization; 0 for the datasheet's value, where known.
     pub peak_tflops: f64,
     /// Held-out tokens of a validation.
     pub valid_tokens: usize,
-    /// Held-out tokens of the last validation; 0 for as many as of the others.
+    /// Held-out tokens of the last validation; 0 for the usual number.
     pub final_valid_tokens: usize,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
-    /// Checkpoints kept; the best model is kept besides.
+    /// Checkpoints to keep, besides the best model.
     pub checkpoints_kept: usize,
 }
 
@@ -227,6 +298,7 @@ impl Default for TrainingRecipe {
             seq_length: 64,
             accumulation: 1,
             checkpoint_activations: 0,
+            adapter: AdapterKind::None,
             learning_rate: 1e-3,
             min_learning_rate: 1e-4,
             warmup_steps: 100,
@@ -262,7 +334,7 @@ impl Default for TrainingRecipe {
 }
 
 impl Recipe {
-    /// Refuses values that no run can have.
+    /// Checks that every value is valid.
     ///
     /// # Errors
     /// Names the value.
@@ -278,6 +350,12 @@ impl Recipe {
             ("checkpoint_every", training.checkpoint_every as usize),
             ("checkpoints_kept", training.checkpoints_kept),
         ];
+        if self.lora.rank == 0 {
+            return Err(Failure::usage("lora.rank must be at least 1"));
+        }
+        if training.adapter == AdapterKind::Lora && self.task == TaskName::IntentSlot {
+            return Err(Failure::usage("training.adapter is lora: that is for the tasks language and chat"));
+        }
         if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return Err(Failure::usage(format!("training.{name} must be at least 1")));
         }
@@ -304,18 +382,17 @@ impl Recipe {
             ("training.split_words", training.split_words),
             ("training.swap_values", training.swap_values),
             ("training.hide_words", training.hide_words),
+            ("lora.lora_dropout", self.lora.lora_dropout),
         ];
         if let Some((name, value)) = shares.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
             return Err(Failure::usage(format!("{name} is {value}: it must be at least 0 and below 1")));
         }
         if self.data.source == STDIN || self.data.corpora.contains_key(STDIN) {
             let mend = "fireclay prepare --data - --tokenizer FILE --out DIR, then train with --data DIR";
-            return Err(Failure::usage(format!(
-                "standard input can be read but once, and a run may go on later: {mend}"
-            )));
+            return Err(Failure::usage(format!("standard input cannot be read again when a run resumes: {mend}")));
         }
         if !self.data.corpora.is_empty() && !self.data.source.is_empty() {
-            return Err(Failure::usage("data.source and data.corpora are both set: a run has the one or the others"));
+            return Err(Failure::usage("data.source and data.corpora are both set: use one of them"));
         }
         if let Some((name, weight)) =
             self.data.corpora.iter().find(|(_, weight)| !(weight.is_finite() && **weight > 0.0))
@@ -325,7 +402,7 @@ impl Recipe {
         if training.decay_steps > training.steps {
             let (decay, steps) = (training.decay_steps, training.steps);
             return Err(Failure::usage(format!(
-                "training.decay_steps is {decay}, more than the {steps} steps that there are"
+                "training.decay_steps is {decay}, more than the {steps} training steps"
             )));
         }
         if !(self.data.holdout > 0.0 && self.data.holdout < 1.0) {
@@ -335,7 +412,7 @@ impl Recipe {
         Ok(self)
     }
 
-    /// The learning rate over the run.
+    /// The learning rate schedule.
     pub fn schedule(&self) -> Schedule {
         let TrainingRecipe { schedule, learning_rate, min_learning_rate, warmup_steps, decay_steps, steps, .. } =
             self.training;
@@ -360,8 +437,8 @@ impl Recipe {
         }
     }
 
-    /// The texts to learn from, each with its weight.
-    pub(crate) fn texts(&self) -> Result<Vec<(&Path, f64)>, Failure> {
+    /// The training data, each source with its weight.
+    pub(crate) fn corpora(&self) -> Result<Vec<(&Path, f64)>, Failure> {
         let DataRecipe { source, corpora, .. } = &self.data;
         match (source.is_empty(), corpora.is_empty()) {
             (true, true) => Err(self.lacks_data("text")),
@@ -370,15 +447,21 @@ impl Recipe {
         }
     }
 
-    /// The tokenizer.json that it names, where it does not say how to make one.
+    /// The tokenizer.json that it names, if any.
     pub(crate) fn tokenizer_file(&self) -> Option<&Path> {
         let named = self.data.tokenizer.as_str();
         (!MADE_TOKENIZERS.contains(&named) && !named.is_empty()).then_some(Path::new(named))
     }
 
-    /// That there is nothing to learn from.
+    /// The file of a chat template, where it names one.
+    pub(crate) fn chat_template(&self) -> Option<&Path> {
+        let named = self.data.chat_template.as_str();
+        (!named.is_empty()).then_some(Path::new(named))
+    }
+
+    /// The error for a recipe without training data.
     pub(crate) fn lacks_data(&self, what: &str) -> Failure {
         let name = &self.name;
-        Failure::usage(format!("recipe {name} needs {what} to learn from: give it with --data PATH"))
+        Failure::usage(format!("recipe {name} needs {what} as training data: give it with --data PATH"))
     }
 }

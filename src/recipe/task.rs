@@ -1,4 +1,4 @@
-//! Kinds of work by name, and what they need of a model.
+//! Tasks by name, and what they need of a model.
 
 use fireclay_datasets::{Labels, PieceTokenizer};
 use fireclay_model::{AttentionDirection, TransformerConfig};
@@ -7,62 +7,67 @@ use serde::{Deserialize, Serialize};
 use crate::failure::Failure;
 use crate::run_folder::{LABELS, TOKENIZER};
 
-/// A kind of work by name.
+/// A task by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum TaskName {
     /// Predict the next token
     #[default]
     Language,
-    /// Say an utterance's intent and tag its slots
+    /// Write what the assistant says in conversations
+    Chat,
+    /// Predict an utterance's intent and slots
     IntentSlot,
 }
 
 impl TaskName {
-    /// The attention that a model for it has, and why.
+    /// The attention that the task needs, and why.
     pub(crate) fn attention(self) -> (AttentionDirection, &'static str) {
         match self {
-            Self::Language => (AttentionDirection::Causal, "a language model must not see the tokens that it predicts"),
+            Self::Language | Self::Chat => {
+                (AttentionDirection::Causal, "a language model must not see the tokens that it predicts")
+            }
             Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
         }
     }
 
-    /// The shipped recipe for it where none is named: for data and a model of one's own, or without.
+    /// Its default recipe: for given data and model, or without.
     pub fn default_recipe(self, has_data: bool, has_model: bool) -> &'static str {
         match (self, has_data, has_model) {
             (Self::Language, false, false) => "stories",
             (Self::Language, ..) => "shakespeare-char-cpu",
+            (Self::Chat, ..) => "chat-lora",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",
         }
     }
 
-    /// Whether a model for it writes text.
+    /// Whether its models generate text.
     pub fn writes_text(self) -> bool {
-        self == Self::Language
+        matches!(self, Self::Language | Self::Chat)
     }
 }
 
-/// What a task needs a model to have room for.
+/// Sizes that a task needs of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelSizes {
-    /// Tokens or pieces known.
+    /// Vocabulary size.
     pub vocab_size: usize,
-    /// Intents told apart; 0 where there are none.
+    /// Number of intents; 0 for none.
     #[serde(default)]
     pub intents: usize,
-    /// Tags given; 0 where there are none.
+    /// Number of tags; 0 for none.
     #[serde(default)]
     pub tags: usize,
 }
 
 impl ModelSizes {
-    /// What utterances with these labels, read in these pieces, need.
+    /// For utterances with these labels and this tokenizer.
     pub(crate) fn of_utterances(labels: &Labels, pieces: &PieceTokenizer) -> Self {
         Self { vocab_size: pieces.vocab_size(), intents: labels.intents.len(), tags: labels.tag_count() }
     }
 
-    /// Refuses a model without the room.
+    /// Refuses a model that is too small.
     pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
         let Self { vocab_size, intents, tags } = self;
         if vocab_size > config.vocab_size {

@@ -1,4 +1,4 @@
-//! Several runs beside each other.
+//! Comparison of runs.
 
 use std::path::Path;
 
@@ -9,15 +9,15 @@ use crate::failure::Failure;
 use crate::plots::{Svg, curves};
 use crate::run_folder::write_atomic;
 
-/// Several runs beside each other.
+/// Several runs to compare.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     runs: Vec<Run>,
-    /// What to call each: the shortest ends of their paths that differ.
+    /// Their names: the shortest path suffixes that differ.
     names: Vec<String>,
 }
 
-/// A setting, and what it is in each run; none where it is not set.
+/// A setting and its value in each run, if set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
     /// Its full name.
@@ -27,7 +27,7 @@ pub struct Difference {
 }
 
 impl Comparison {
-    /// Of runs, in their order.
+    /// Compares runs, in order.
     pub fn new(runs: Vec<Run>) -> Self {
         let parts = |run: &Run, count: usize| {
             let all: Vec<String> =
@@ -45,7 +45,7 @@ impl Comparison {
         Self { runs, names }
     }
 
-    /// What each run is called.
+    /// The runs' names.
     pub fn names(&self) -> &[String] {
         &self.names
     }
@@ -55,7 +55,7 @@ impl Comparison {
         &self.runs
     }
 
-    /// The settings in which they differ.
+    /// The settings that differ.
     pub fn differences(&self) -> Vec<Difference> {
         let settings: Vec<_> = self.runs.iter().map(Run::settings).collect();
         let mut names: Vec<&String> = settings.iter().flat_map(|settings| settings.keys()).collect();
@@ -69,7 +69,7 @@ impl Comparison {
         names.into_iter().filter_map(difference).collect()
     }
 
-    /// The validations' losses over the steps, or the training's of runs that had no validation.
+    /// Plots validation losses, or training losses of runs without validation.
     ///
     /// # Errors
     /// If no run has a loss.
@@ -82,7 +82,7 @@ impl Comparison {
         curves("", ["step", "validation loss, nats"], &losses)
     }
 
-    /// A page with all of them.
+    /// Writes a page with all runs.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -92,7 +92,7 @@ impl Comparison {
         write_atomic(file, page::page(&self.names.join(", "), &named).as_bytes())
     }
 
-    /// A table for people: figures, and what differs.
+    /// A text table: results and differing settings.
     pub fn table(&self) -> String {
         let number =
             |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |value| format!("{value:.digits$}"));
@@ -128,7 +128,7 @@ impl Comparison {
         rows.iter().map(line).collect::<Vec<_>>().join("\n")
     }
 
-    /// The same for programs, a line a run.
+    /// As JSON, one line per run.
     pub fn to_json(&self) -> Vec<Value> {
         let differences = self.differences();
         let of_run = |(at, (run, name)): (usize, (&Run, &String))| {

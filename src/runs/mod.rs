@@ -1,4 +1,4 @@
-//! Runs that were made: what each was, how it went, and how they differ.
+//! Recorded runs: reading, listing, comparing.
 
 mod compare;
 mod page;
@@ -17,32 +17,32 @@ use crate::run_folder::{DONE, METRICS, REPORT, checkpoints, is_locked, write_ato
 pub use compare::{Comparison, Difference};
 pub use record::RunRecord;
 
-/// A run in its folder.
+/// A run and its records.
 #[derive(Clone, Debug)]
 pub struct Run {
-    /// Where it is.
+    /// Its folder.
     pub folder: PathBuf,
-    /// What it was; none of runs by versions that kept no record.
+    /// Its record; none for old runs.
     pub record: Option<RunRecord>,
     /// The lines of its `metrics.jsonl`.
     pub events: Vec<Value>,
-    /// The figures of its `done` line, if it is done.
+    /// The figures of its `done` line, if finished.
     pub done: Option<Value>,
 }
 
-/// How far a run is.
+/// Status of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// It took its last step.
+    /// Finished.
     Done,
-    /// A process trains it.
+    /// Training now.
     Running,
-    /// It can go on.
+    /// Stopped; it can be resumed.
     Stopped,
 }
 
 impl Status {
-    /// The word for it.
+    /// The status as a word.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Done => "done",
@@ -53,21 +53,21 @@ impl Status {
 }
 
 impl Run {
-    /// Reads a run's folder.
+    /// Reads the folder of a run.
     ///
     /// # Errors
-    /// If it holds no run, or a file of it is damaged.
+    /// If it holds no run, or a file is damaged.
     pub fn read(folder: &Path) -> Result<Self, Failure> {
         let file = folder.join(METRICS);
         let text = match fs::read(&file) {
             Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let shown = folder.display();
-                return Err(Failure::new(format!("{shown} holds no run: there is no {METRICS} in it")));
+                return Err(Failure::new(format!("{shown} holds no run: it has no {METRICS}")));
             }
             Err(error) => return Err(Failure::io(&file)(error)),
         };
-        // A line may be half written by a run that goes on.
+        // The last line of a running run may be incomplete.
         let events = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         let record = match RunRecord::read(folder) {
             Ok(record) => Some(record),
@@ -78,7 +78,7 @@ impl Run {
         Ok(Self { folder: folder.to_path_buf(), record, events, done })
     }
 
-    /// The runs in a folder, and in the folders of each of them, the newest first.
+    /// The runs in a folder and in its subfolders, newest first.
     pub fn list(folder: &Path) -> Vec<Self> {
         fn find(folder: &Path, depth: usize, found: &mut Vec<(SystemTime, Run)>) {
             for path in fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
@@ -99,12 +99,12 @@ impl Run {
         found.into_iter().map(|(_, run)| run).collect()
     }
 
-    /// What to call it: the end of its path.
+    /// Its name: the last part of its path.
     pub fn name(&self) -> String {
         self.folder.file_name().map_or_else(|| self.folder.display().to_string(), |name| name.to_string_lossy().into())
     }
 
-    /// How far it is.
+    /// Its status.
     pub fn status(&self) -> Status {
         if is_locked(&self.folder) {
             return Status::Running;
@@ -117,31 +117,31 @@ impl Run {
         }
     }
 
-    /// The last step that it tells of.
+    /// The last recorded step.
     pub fn step(&self) -> u64 {
         self.events.iter().filter_map(|event| event["step"].as_u64()).max().unwrap_or(0)
     }
 
-    /// The best validation: its step and its loss.
+    /// The best validation: step and loss.
     pub fn best(&self) -> Option<(u64, f64)> {
         let valid = self.events.iter().filter(|event| event["event"] == "valid");
         let losses = valid.filter_map(|event| Some((event["step"].as_u64()?, event["loss"].as_f64()?)));
         losses.min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Tokens a second: of the whole run if it is done, else of its last steps.
+    /// Tokens per second: of the whole run if finished, else of its last steps.
     pub fn tokens_per_second(&self) -> Option<f64> {
         let last = || self.events.iter().rev().find_map(|event| event["tokens_per_second"].as_f64());
         self.done.as_ref().and_then(|done| done["tokens_per_second"].as_f64()).or_else(last)
     }
 
-    /// A field of the events of a kind, over their steps.
+    /// A field of the events of one kind, over steps.
     pub fn curve(&self, name: &str, event: &str, field: &str) -> Curve {
         let of_kind = self.events.iter().filter(|line| line["event"] == event);
         Curve::new(name, of_kind.filter_map(|line| Some((line["step"].as_f64()?, line[field].as_f64()?))))
     }
 
-    /// Its settings by their full names, as a recipe writes them.
+    /// Its settings by full name, as in a recipe.
     pub fn settings(&self) -> Map<String, Value> {
         fn add(prefix: &str, value: &Value, settings: &mut Map<String, Value>) {
             match value {
@@ -164,7 +164,7 @@ impl Run {
     }
 }
 
-/// Writes the page of a run into its folder.
+/// Writes the report page of a run into its folder.
 ///
 /// # Errors
 /// If the run cannot be read, or the page cannot be written.

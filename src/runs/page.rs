@@ -1,18 +1,18 @@
-//! Runs as a page in one file: curves to point at, samples, settings, and the command that repeats each.
+//! Runs as a single-file page: interactive curves, samples, settings, and the command of each.
 
 use serde_json::{Value, json};
 
 use super::Run;
 
-/// The page, with places for its title and its data.
+/// The page, with placeholders for title and data.
 const PAGE: &str = include_str!("page.html");
-/// Points of a curve at the most: beyond, several become one.
+/// Maximum points per curve; more are averaged.
 const POINTS: usize = 2000;
 
 /// The page of some runs.
 pub(super) fn page(title: &str, runs: &[Run]) -> String {
     let data = Value::Array(runs.iter().map(of_run).collect()).to_string();
-    // Nothing in a run's own text may end the script that it stands in.
+    // Text of a run must not end the script element.
     let data = data.replace('<', "\\u003c");
     let title = title.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     PAGE.replace("{{title}}", &title).replace("{{runs}}", &data)
@@ -42,7 +42,7 @@ fn of_run(run: &Run) -> Value {
     })
 }
 
-/// Means of as many neighbours as leave few enough points.
+/// Means of neighbouring points, to reduce their number.
 fn thinned(points: Vec<(f64, f64)>) -> Vec<[f64; 2]> {
     let each = points.len().div_ceil(POINTS).max(1);
     let mean = |part: &[(f64, f64)]| {

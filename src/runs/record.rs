@@ -1,4 +1,4 @@
-//! `run.json`: what a run was, so that it can be told of, compared and repeated.
+//! `run.json`: the record of a run, to list, compare and repeat it.
 
 use std::fs;
 use std::path::Path;
@@ -13,42 +13,42 @@ use crate::precision::Precision;
 use crate::recipe::schema::Recipe;
 use crate::run_folder::{RECORD, write_atomic};
 
-/// What a run was.
+/// The record of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
     /// Version of the program.
     pub version: String,
-    /// The words of the command.
+    /// The command line.
     pub command: Vec<String>,
-    /// The folder that it was given in.
+    /// The working directory.
     pub folder: String,
-    /// When it began, in seconds since 1970.
+    /// Start time, in seconds since 1970.
     pub begun: u64,
-    /// The steps at which it was taken up again.
+    /// The steps at which it was resumed.
     #[serde(default)]
     pub resumed_at: Vec<u64>,
-    /// What it ran on.
+    /// The device.
     pub device: String,
-    /// The operating system and the processor's kind and cores.
+    /// The operating system, and the CPU's model and cores.
     pub system: String,
-    /// Of the model.
+    /// Parameters of the model.
     pub parameters: usize,
-    /// Of a token in training, forward and backward.
+    /// FLOP per token in training, forward and backward.
     pub flops_per_token: f64,
-    /// FLOP/s that the device can do in the run's dtype, where that is known or was given.
+    /// Peak FLOP/s of the device in the run's dtype, if known or given.
     pub peak_flops: Option<f64>,
-    /// What was trained.
+    /// The recipe.
     pub recipe: Recipe,
 }
 
 impl RunRecord {
-    /// Of a run that begins now.
+    /// The record of a new run.
     pub fn new(recipe: &Recipe, config: &TransformerConfig, device: String, command: Vec<String>) -> Self {
         let training = &recipe.training;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let half = !matches!(training.precision, Precision::F32 | Precision::Tf32);
         let peak_flops = match training.peak_tflops {
-            // What f32 products may do depends on how they are rounded.
+            // The peak of f32 products depends on their rounding mode.
             0.0 => Peaks::of(&device, training.precision.f32_products()).filter(|_| half).map(|peaks| peaks.half),
             given => Some(given * 1e12),
         };
@@ -67,12 +67,12 @@ impl RunRecord {
         }
     }
 
-    /// The share of the device's FLOP/s that training at this speed takes (Chowdhery et al., 2022).
+    /// Model FLOPs utilization at this speed (Chowdhery et al., 2022).
     pub fn utilization(&self, tokens_per_second: f64) -> Option<f64> {
         Some(tokens_per_second * self.flops_per_token / self.peak_flops?)
     }
 
-    /// Writes it into a run's folder; of a run that goes on at step `resumed_at`, what it began with stays.
+    /// Writes it to a run's folder. A run resumed at step `resumed_at` keeps its original record.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -87,10 +87,10 @@ impl RunRecord {
         write_atomic(&folder.join(RECORD), text.as_bytes())
     }
 
-    /// Reads that of a run.
+    /// Reads the record of a run.
     ///
     /// # Errors
-    /// If there is none, or it is damaged.
+    /// If it is missing or damaged.
     pub fn read(folder: &Path) -> Result<Self, Failure> {
         let file = folder.join(RECORD);
         let text = fs::read_to_string(&file).map_err(Failure::io(&file))?;

@@ -1,4 +1,4 @@
-//! The texts of a request as they come: tokens to words, stop texts, calls of tools.
+//! The sequences of a request as they arrive: tokens to text, stop strings, tool calls.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -7,61 +7,59 @@ use std::task::Poll;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, timeout_at};
 
-use super::engine::{NewTokens, TextEvent};
+use super::engine::{NewTokens, SequenceEvent};
 use super::http::error::ApiError;
 use super::log::Record;
-use super::served::ServedWriter;
+use super::served::ServedGenerator;
 use super::tools::{Calls, ToolCall, ToolCalls};
 use crate::inference::generation::Writer;
-use crate::inference::generation::scheduler::{Finish, WrittenToken};
+use crate::inference::generation::scheduler::{Finish, OutputToken};
 
-/// Why a text ended, in OpenAI's words.
+/// A finish reason, in OpenAI's terms.
 pub(super) type FinishReason = &'static str;
 
-/// More of a text.
+/// New output of a sequence.
 #[derive(Debug)]
 pub(super) struct Piece {
-    /// Which of the request's texts.
+    /// Index of the sequence in its request.
     pub(super) choice: usize,
     pub(super) text: String,
     pub(super) calls: Vec<ToolCall>,
-    /// Tokens of the prompt, where their log-probabilities are asked for; they come before all
-    /// others.
-    pub(super) prompt: Vec<WrittenToken>,
-    /// The tokens that came; those of `text`, but for what is held back or was.
-    pub(super) tokens: Vec<WrittenToken>,
+    /// Prompt tokens, if their log-probabilities were requested; they precede all others.
+    pub(super) prompt: Vec<OutputToken>,
+    /// The new tokens: those of `text`, except for text held back now or before.
+    pub(super) tokens: Vec<OutputToken>,
     pub(super) finish: Option<FinishReason>,
 }
 
-/// How texts are taken apart.
+/// How output is parsed.
 #[derive(Clone, Debug)]
 pub(super) struct Taken {
     pub(super) stop: Vec<String>,
-    /// How calls are spelled, where they are taken out.
+    /// The format of tool calls, if they are extracted.
     pub(super) calls: Option<Calls>,
-    /// Whether a text may have more than one.
+    /// Whether one answer may have several calls.
     pub(super) parallel_calls: bool,
-    /// The prompt's last tokens of each choice, behind which its own are decoded.
+    /// The last prompt tokens of each choice, as context for decoding the text.
     pub(super) prompts: Vec<Vec<u32>>,
-    /// Whether no token is wanted, but what is known of the prompt: the one that is drawn is left
-    /// out.
+    /// Whether only the prompt's log-probabilities are wanted; the sampled token is dropped.
     pub(super) nothing: bool,
 }
 
-/// The texts of a request. Those that are dropped end on the device, too.
+/// The sequences of a request. Dropping it also ends them on the device.
 pub(super) struct Answers<'a> {
     choices: Vec<Option<Choice<'a>>>,
     deadline: Instant,
     record: Arc<Record>,
-    /// Tokens written by now, ends included.
+    /// Tokens generated so far, stop tokens included.
     pub(super) tokens: usize,
-    /// Tokens of prompts that the cache had.
+    /// Prompt tokens found in the KV cache.
     pub(super) cached: usize,
     nothing: bool,
 }
 
 struct Choice<'a> {
-    events: UnboundedReceiver<TextEvent>,
+    events: UnboundedReceiver<SequenceEvent>,
     writer: Writer<'a>,
     calls: Option<ToolCalls>,
     called: usize,
@@ -70,9 +68,9 @@ struct Choice<'a> {
 
 impl<'a> Answers<'a> {
     pub(super) fn new(
-        served: &'a ServedWriter,
+        served: &'a ServedGenerator,
         taken: &'a Taken,
-        events: Vec<UnboundedReceiver<TextEvent>>,
+        events: Vec<UnboundedReceiver<SequenceEvent>>,
         deadline: Instant,
         record: Arc<Record>,
     ) -> Self {
@@ -96,10 +94,10 @@ impl<'a> Answers<'a> {
         }
     }
 
-    /// The next piece of any of the texts; none when all are complete.
+    /// The next output of any sequence; `None` when all are complete.
     ///
     /// # Errors
-    /// If a text cannot be written, or it takes too long: there is nothing more then.
+    /// If generation fails or exceeds the time limit; nothing follows then.
     pub(super) async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
         loop {
             if self.choices.iter().all(Option::is_none) {
@@ -122,7 +120,8 @@ impl<'a> Answers<'a> {
             };
             match piece {
                 Ok(piece) if piece.text.is_empty() && piece.calls.is_empty() && piece.finish.is_none() => {
-                    // Tokens that make no whole character yet; their log-probabilities are told with the next.
+                    // Tokens of an incomplete character; their log-probabilities come with the next
+                    // ones.
                     if !piece.tokens.is_empty() || !piece.prompt.is_empty() {
                         return Some(Ok(piece));
                     }
@@ -137,7 +136,7 @@ impl<'a> Answers<'a> {
         }
     }
 
-    fn take(&mut self, at: usize, event: TextEvent) -> Result<Piece, ApiError> {
+    fn take(&mut self, at: usize, event: SequenceEvent) -> Result<Piece, ApiError> {
         let Some(mut choice) = self.choices[at].take() else { return Err(ApiError::stopping()) };
         let mut piece = Piece {
             choice: at,
@@ -149,7 +148,7 @@ impl<'a> Answers<'a> {
         };
         let mut stopped = None;
         match event {
-            TextEvent::Tokens(NewTokens { prompt, tokens, cached }) => {
+            SequenceEvent::Tokens(NewTokens { prompt, tokens, cached }) => {
                 self.cached += cached;
                 piece.prompt = prompt;
                 let mut count = 0;
@@ -158,7 +157,7 @@ impl<'a> Answers<'a> {
                         stopped = Some("length");
                         break;
                     }
-                    // Those behind a stop text are not delivered, and not counted.
+                    // Tokens after a stop string are neither delivered nor counted.
                     count += 1;
                     let text = &mut piece.text;
                     let reached = choice.writer.push(token.token, &mut |more| text.push_str(more));
@@ -171,7 +170,7 @@ impl<'a> Answers<'a> {
                 self.tokens += count;
                 self.record.written(count, &piece.text);
             }
-            TextEvent::Finished(finish) => {
+            SequenceEvent::Finished(finish) => {
                 stopped = Some(match finish {
                     Finish::End | Finish::Complete => "stop",
                     Finish::Length => "length",
@@ -183,8 +182,8 @@ impl<'a> Answers<'a> {
                     Finish::Filter => return Err(ApiError::grammar()),
                 });
             }
-            TextEvent::Failed(failure) => return Err(failure.into()),
-            TextEvent::Stopping => return Err(ApiError::stopping()),
+            SequenceEvent::Failed(failure) => return Err(failure.into()),
+            SequenceEvent::Stopping => return Err(ApiError::stopping()),
         }
         let Choice { events, writer, mut calls, mut called, most_calls } = choice;
         if let Some(taken) = &mut calls {
@@ -196,7 +195,7 @@ impl<'a> Answers<'a> {
                 self.choices[at] = Some(Choice { events, writer, calls, called, most_calls });
             }
             Some(reason) => {
-                // What was held back comes now.
+                // The text that was held back.
                 let mut rest = String::new();
                 writer.finish(&mut |more| rest.push_str(more));
                 self.record.written(0, &rest);

@@ -1,88 +1,89 @@
-//! The thread that owns model and device: it takes jobs from the queue, and sends what comes of them.
+//! The thread that owns model and device: takes jobs from the queue and sends their results.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, ModelFolder};
+use fireclay_model::AttentionDirection;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
 use super::keys::Client;
-use super::served::{Served, ServedEncoder, ServedWriter};
+use super::served::{Served, ServedEncoder, ServedGenerator};
 use super::{Phase, Shared};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::embedding::Embedder;
 use crate::inference::generation::Generator;
 use crate::inference::generation::scheduler::{
-    Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken,
+    Finish, OutputToken, Request, RequestId, RequestOutput, Scheduler, TokenFilter,
 };
 use crate::inference::prediction::{Prediction, Predictor};
 use crate::inference::scoring::{Pair, ScoreHead};
+use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 use crate::run_folder::LABELS;
 
-/// Time between two events of a text, at the least: what a reader does not notice, and clients keep up with.
+/// Minimum time between two events of a sequence: unnoticed by readers, and slow enough for
+/// clients.
 const SEND_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long an engine that has nothing to do sleeps at the most.
+/// Maximum time that an idle engine sleeps.
 const SLEEP: Duration = Duration::from_secs(1);
 
-/// Texts at a time up to which kernels are compiled before the first request.
+/// Batch size up to which kernels are compiled before the first request.
 const WARM_ROWS: usize = 128;
 
-/// What is asked of the device.
+/// Work for the device.
 pub(super) enum Job {
-    /// A text.
-    Write(Box<WriteJob>),
-    /// The embeddings of texts, as tokens.
-    Embed { texts: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
-    /// How well pairs of texts fit, by a model that has a head for it.
+    /// Generate a sequence.
+    Generate(Box<GenerateJob>),
+    /// Embed inputs, given as tokens.
+    Embed { inputs: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
+    /// Score pairs of inputs, with a model that has a score head.
     Score { pairs: Vec<Pair>, reply: Reply<Vec<f32>> },
-    /// What texts ask for.
-    Predict { texts: Vec<String>, reply: Reply<Vec<Prediction>> },
-    /// A text that was preempted, and whoever waits for it.
-    Resume { id: RequestId, events: UnboundedSender<TextEvent> },
+    /// Predict intents and slots.
+    Predict { inputs: Vec<String>, reply: Reply<Vec<Prediction>> },
+    /// Resume a preempted sequence, with the channel to its client.
+    Resume { id: RequestId, events: UnboundedSender<SequenceEvent> },
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 
-/// A text to be written.
-pub(super) struct WriteJob {
+/// A sequence to generate.
+pub(super) struct GenerateJob {
     pub(super) request: Request,
     pub(super) filter: Option<Box<dyn TokenFilter>>,
-    /// Bounded by the tokens that are asked for.
-    pub(super) events: UnboundedSender<TextEvent>,
+    /// Bounded by the request's max_tokens.
+    pub(super) events: UnboundedSender<SequenceEvent>,
 }
 
-/// More of a text.
+/// New output of a sequence.
 #[derive(Debug, Default)]
 pub(super) struct NewTokens {
-    /// Those of its prompt, where their log-probabilities are asked for.
-    pub(super) prompt: Vec<WrittenToken>,
-    pub(super) tokens: Vec<WrittenToken>,
-    /// Tokens of its prompt that the cache had.
+    /// Prompt tokens, if their log-probabilities were requested.
+    pub(super) prompt: Vec<OutputToken>,
+    pub(super) tokens: Vec<OutputToken>,
+    /// Prompt tokens found in the KV cache.
     pub(super) cached: usize,
 }
 
-/// What becomes of a text.
-pub(super) enum TextEvent {
+/// An event of a sequence.
+pub(super) enum SequenceEvent {
     Tokens(NewTokens),
     Finished(Finish),
-    /// It cannot be written: by the asker's fault, or not.
+    /// Generation failed, because of the request or of the server.
     Failed(Failure),
-    /// The server stops before it is complete.
+    /// The server stopped before the sequence was complete.
     Stopping,
 }
 
 impl Job {
-    /// Whether nobody waits for it.
+    /// Whether its client is gone.
     pub(super) fn is_abandoned(&self) -> bool {
         match self {
-            Self::Write(job) => job.events.is_closed(),
+            Self::Generate(job) => job.events.is_closed(),
             Self::Embed { reply, .. } => reply.is_closed(),
             Self::Score { reply, .. } => reply.is_closed(),
             Self::Predict { reply, .. } => reply.is_closed(),
@@ -91,10 +92,10 @@ impl Job {
     }
 }
 
-/// The work of a server on any backend.
+/// The server's device work, on any backend.
 pub(super) struct Engine<R> {
     pub(super) shared: Arc<Shared>,
-    pub(super) model: PathBuf,
+    pub(super) model: ModelSource,
     pub(super) precision: Precision,
     pub(super) ready: R,
 }
@@ -103,7 +104,7 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
     type Output = ();
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
-        let (_, config) = ModelFolder::new(&self.model).config()?;
+        let (_, config) = self.model.files()?.config()?;
         match config.attention {
             AttentionDirection::Causal => {
                 let cache = self.shared.options.limits.cache;
@@ -111,10 +112,10 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
                 self.write(generator)
             }
             AttentionDirection::Bidirectional if self.shared.options.limits.cache != CachePrecision::Auto => {
-                Err(Failure::usage("--cache-dtype is for models that write; this one is an encoder"))
+                Err(Failure::usage("--cache-dtype is for models that generate text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional if self.shared.options.chat_template.is_some() => {
-                Err(Failure::usage("--chat-template is for models that write; this one is an encoder"))
+                Err(Failure::usage("--chat-template is for models that generate text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional => self.encode::<B>(device),
         }
@@ -122,9 +123,9 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
 }
 
 impl<R: FnOnce()> Engine<R> {
-    /// Answers from now on.
+    /// From here on requests are answered.
     fn begin(&mut self, served: Served) {
-        // Set once, here.
+        // Set only here.
         let _ = self.shared.served.set(served);
         self.shared.phase.send_if_modified(|phase| {
             let loading = *phase == Phase::Loading;
@@ -149,26 +150,26 @@ impl<R: FnOnce()> Engine<R> {
         if !B::is_synchronous() {
             scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
         }
-        // Somebody may want the server to end before it has begun.
+        // A stop may come before the server has started.
         if self.shared.phase() != Phase::Loading {
             return Ok(());
         }
         let template = self.shared.options.chat_template.as_deref();
-        let served = ServedWriter::new(&generator, &self.model, template, context)?;
-        self.begin(Served::Writer(Box::new(served)));
+        let served = ServedGenerator::new(&generator, self.model.text(), template, context)?;
+        self.begin(Served::Generator(Box::new(served)));
         let Self { shared, ready, .. } = self;
         ready();
-        let mut texts =
-            Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
-        let served = texts.serve(&generator);
-        let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
-        // Whoever has gone needs no reason.
-        for mut waiting in texts.jobs.into_values().chain(texts.preempted.into_values()) {
+        let mut sequences =
+            Sequences { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
+        let served = sequences.serve(&generator);
+        let end = || served.clone().map_or_else(SequenceEvent::Failed, |()| SequenceEvent::Stopping);
+        // The client may be gone.
+        for mut waiting in sequences.jobs.into_values().chain(sequences.preempted.into_values()) {
             waiting.send();
             drop(waiting.events.send(end()));
         }
         while let Some((_, job)) = shared.queue.pop() {
-            if let Job::Write(job) = job {
+            if let Job::Generate(job) = job {
                 drop(job.events.send(end()));
             }
         }
@@ -176,14 +177,14 @@ impl<R: FnOnce()> Engine<R> {
     }
 
     fn encode<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
-        let predicts = self.model.join(LABELS).exists();
+        let predicts = self.model.weights().join(LABELS).exists();
         let predictor =
-            predicts.then(|| Predictor::<B>::open(&self.model, self.precision, device.clone())).transpose()?;
+            predicts.then(|| Predictor::<B>::open(self.model.weights(), self.precision, device.clone())).transpose()?;
         let embedder = match &predictor {
-            Some(predictor) => Embedder::of(predictor.model().clone(), &self.model, device.clone()),
-            None => Embedder::open(&self.model, self.precision, device.clone()),
+            Some(predictor) => Embedder::of(predictor.model().clone(), self.model.weights(), device.clone()),
+            None => Embedder::open(self.model.weights(), self.precision, device.clone()),
         }?;
-        let head = ScoreHead::<B>::open(&self.model, &device)?;
+        let head = ScoreHead::<B>::open(self.model.weights(), &device)?;
         self.begin(Served::Encoder(Box::new(ServedEncoder::new(&embedder, predicts, head.is_some()))));
         let Self { shared, ready, .. } = self;
         ready();
@@ -194,20 +195,20 @@ impl<R: FnOnce()> Engine<R> {
             }
             match shared.queue.pop().map(|(_, job)| job) {
                 None => shared.queue.wait(SLEEP),
-                Some(Job::Embed { texts, reply }) => answer(reply, embedder.embed(&texts))?,
+                Some(Job::Embed { inputs, reply }) => answer(reply, embedder.embed(&inputs))?,
                 Some(Job::Score { pairs, reply }) => match &head {
                     Some(head) => answer(reply, head.scores(embedder.model(), &pairs))?,
                     None => drop(reply.send(Err(Failure::usage("this model has no head for scores")))),
                 },
-                Some(Job::Predict { texts, reply }) => {
-                    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+                Some(Job::Predict { inputs, reply }) => {
+                    let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
                     match &predictor {
-                        Some(predictor) => answer(reply, predictor.predict(&texts))?,
-                        None => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+                        Some(predictor) => answer(reply, predictor.predict(&inputs))?,
+                        None => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
                     }
                 }
-                Some(Job::Write(job)) => {
-                    let _ = job.events.send(TextEvent::Failed(Failure::usage("an encoder does not write")));
+                Some(Job::Generate(job)) => {
+                    let _ = job.events.send(SequenceEvent::Failed(Failure::usage("an encoder does not generate text")));
                 }
                 // Nothing is preempted here.
                 Some(Job::Resume { .. }) => {}
@@ -216,7 +217,7 @@ impl<R: FnOnce()> Engine<R> {
     }
 }
 
-/// Whether a server that drains has no time left.
+/// Whether a draining server has run out of time.
 fn is_over(phase: Phase) -> bool {
     match phase {
         Phase::Draining(until) => Instant::now() >= until,
@@ -225,50 +226,50 @@ fn is_over(phase: Phase) -> bool {
     }
 }
 
-/// Sends an answer; what is no fault of the asker's ends the server, too.
+/// Sends a result. An error that is not the client's fault also ends the server.
 fn answer<T>(reply: Reply<T>, answer: Result<T, Failure>) -> Result<(), Failure> {
     let failed = answer.as_ref().err().filter(|failure| failure.exit_code() != 2).cloned();
-    // Whoever has gone needs no answer.
+    // The client may be gone.
     let _ = reply.send(answer);
     failed.map_or(Ok(()), Err)
 }
 
-/// Texts that are being written.
-struct Texts<'a, B: Backend> {
+/// The sequences in the scheduler.
+struct Sequences<'a, B: Backend> {
     shared: &'a Shared,
     scheduler: &'a mut Scheduler<B>,
     jobs: HashMap<RequestId, Waiting>,
-    /// Those that wait in the queue again.
+    /// Preempted sequences that wait in the queue.
     preempted: HashMap<RequestId, Waiting>,
 }
 
-/// Whoever waits for a text, and what was written since the last event.
+/// The channel of a sequence, and its output since the last event.
 struct Waiting {
     client: Client,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     prompt: usize,
-    events: UnboundedSender<TextEvent>,
+    events: UnboundedSender<SequenceEvent>,
     new: NewTokens,
     sent: Option<Instant>,
 }
 
 impl Waiting {
-    /// Sends what was written. Those that are closed end at the next step.
+    /// Sends the pending output. A sequence whose channel is closed ends at the next step.
     fn send(&mut self) {
         if !self.new.tokens.is_empty() {
-            let _ = self.events.send(TextEvent::Tokens(std::mem::take(&mut self.new)));
+            let _ = self.events.send(SequenceEvent::Tokens(std::mem::take(&mut self.new)));
             self.sent = Some(Instant::now());
         }
     }
 }
 
-impl<B: Backend> Texts<'_, B> {
-    /// Writes until the server drains, and then until all is done or the time is over.
+impl<B: Backend> Sequences<'_, B> {
+    /// Runs until the server drains, then until all sequences are complete or time is up.
     fn serve(&mut self, generator: &Generator<B>) -> Result<(), Failure> {
         loop {
             self.cancel_abandoned();
             self.share()?;
-            while self.jobs.len() < self.scheduler.texts_at_once()
+            while self.jobs.len() < self.scheduler.max_active()
                 && let Some((client, job)) = self.shared.queue.pop()
             {
                 self.begin(client, job);
@@ -288,8 +289,8 @@ impl<B: Backend> Texts<'_, B> {
         }
     }
 
-    /// Gives clients that wait, and have fewer rows than their share, rows of the one that has most
-    /// beyond its own: these texts are preempted, the last one first, and wait in its line.
+    /// Preempts sequences of the client furthest above its share, last first, for waiting clients
+    /// below theirs. The preempted sequences wait in their own client's queue.
     fn share(&mut self) -> Result<(), Failure> {
         let rows = self.scheduler.rows();
         let waiting = self.shared.queue.clients();
@@ -301,7 +302,7 @@ impl<B: Backend> Texts<'_, B> {
             *held.entry(job.client).or_default() += 1;
         }
         let share = (rows / held.len()).max(1);
-        // A row for each of them in turn, until nobody is below its share.
+        // One slot at a time for each of them, until nobody is below its share.
         loop {
             let below = |client: Client| held.get(&client).is_some_and(|held| *held < share);
             let beyond = held.iter().filter(|(_, held)| **held > share).max_by_key(|(_, held)| **held);
@@ -318,7 +319,7 @@ impl<B: Backend> Texts<'_, B> {
                     self.preempted.insert(id, text);
                     self.shared.queue.put_back(most, Job::Resume { id, events });
                 }
-                // What it drew before is told now.
+                // Report what it generated before.
                 let written = self.scheduler.take();
                 self.send(written);
             }
@@ -329,15 +330,15 @@ impl<B: Backend> Texts<'_, B> {
 
     fn begin(&mut self, client: Client, job: Job) {
         match job {
-            Job::Write(job) => {
-                let WriteJob { request, filter, events } = *job;
+            Job::Generate(job) => {
+                let GenerateJob { request, filter, events } = *job;
                 let request = Request { client: client.number(), ..request };
                 let prompt = request.prompt.len();
                 match self.scheduler.add_filtered(request, filter) {
                     Ok(id) => drop(
                         self.jobs.insert(id, Waiting { client, prompt, events, new: NewTokens::default(), sent: None }),
                     ),
-                    Err(failure) => drop(events.send(TextEvent::Failed(failure))),
+                    Err(failure) => drop(events.send(SequenceEvent::Failed(failure))),
                 }
             }
             Job::Resume { id, .. } => {
@@ -347,14 +348,16 @@ impl<B: Backend> Texts<'_, B> {
                 }
             }
             Job::Embed { reply, .. } => {
-                drop(reply.send(Err(Failure::usage("this model writes; it has no embeddings"))));
+                drop(reply.send(Err(Failure::usage("this model generates text; it has no embeddings"))));
             }
-            Job::Score { reply, .. } => drop(reply.send(Err(Failure::usage("this model writes; it has no scores")))),
-            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+            Job::Score { reply, .. } => {
+                drop(reply.send(Err(Failure::usage("this model generates text; it has no scores"))))
+            }
+            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
         }
     }
 
-    /// Ends texts that nobody waits for; their pages are free at once.
+    /// Ends sequences whose clients are gone; their pages are free at once.
     fn cancel_abandoned(&mut self) {
         let scheduler = &mut self.scheduler;
         let mut wanted = |id: &RequestId, waiting: &mut Waiting| {
@@ -368,9 +371,9 @@ impl<B: Backend> Texts<'_, B> {
         self.preempted.retain(&mut wanted);
     }
 
-    /// What was written goes to whoever waits for it: at once where a text is finished, and every so often otherwise.
-    fn send(&mut self, written: Vec<Written>) {
-        for Written { id, prompt, tokens, cached, finish } in written {
+    /// Sends new output: at once for finished sequences, at intervals for the others.
+    fn send(&mut self, written: Vec<RequestOutput>) {
+        for RequestOutput { id, prompt, tokens, cached, finish } in written {
             let Some(waiting) = self.jobs.get_mut(&id).or_else(|| self.preempted.get_mut(&id)) else { continue };
             if let Some(cached) = cached {
                 waiting.new.cached = cached;
@@ -380,7 +383,7 @@ impl<B: Backend> Texts<'_, B> {
             waiting.new.tokens.extend(tokens);
             if let Some(finish) = finish {
                 waiting.send();
-                let _ = waiting.events.send(TextEvent::Finished(finish));
+                let _ = waiting.events.send(SequenceEvent::Finished(finish));
                 self.jobs.remove(&id);
             }
         }

@@ -1,4 +1,4 @@
-//! Who asks: keys, and the addresses that requests come from.
+//! Client identity: API keys and addresses.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, Ipv6Addr};
@@ -9,7 +9,7 @@ use subtle::ConstantTimeEq;
 
 use crate::failure::Failure;
 
-/// Whom a request comes from: its key, or its address where no key is asked for.
+/// The client of a request: its key, or its address if no key is required.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Client {
     Key(usize),
@@ -17,8 +17,8 @@ pub(super) enum Client {
 }
 
 impl Client {
-    /// The client of an address. One of IPv6 stands for its network of 64 bits, of which a machine
-    /// has as many as it likes.
+    /// The client of an address. An IPv6 client is a network of 64 bits, since one machine may use
+    /// all of its addresses.
     pub(super) fn of_address(address: IpAddr) -> Self {
         Self::Address(match address.to_canonical() {
             IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
@@ -26,7 +26,7 @@ impl Client {
         })
     }
 
-    /// A number that two clients have in common as rarely as not.
+    /// A number of a client, with rare collisions.
     pub(super) fn number(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
@@ -34,7 +34,7 @@ impl Client {
     }
 }
 
-/// The keys that are let in. Others may take their place while the server runs.
+/// The valid keys, which may be replaced while the server runs.
 pub(super) struct Keys(RwLock<Vec<[u8; 32]>>);
 
 impl Keys {
@@ -42,27 +42,27 @@ impl Keys {
         Ok(Self(RwLock::new(digests(keys)?)))
     }
 
-    /// Takes other keys in place of those that there are.
+    /// Replaces the keys.
     ///
     /// # Errors
-    /// If one is empty; or none is left, which would let everyone in, or there were none. The old
-    /// ones stay then.
+    /// If a key is empty, if none is left, which would admit everyone, or if there were none. The
+    /// old keys stay then.
     pub(super) fn replace(&self, keys: &[String]) -> Result<(), Failure> {
         let new = digests(keys)?;
         let mut held = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if new.is_empty() != held.is_empty() {
-            return Err(Failure::usage("a server with keys keeps having some, and one without has none"));
+            return Err(Failure::usage("a reload cannot add the first key or remove the last one"));
         }
         *held = new;
         Ok(())
     }
 
-    /// Whether none is asked for.
+    /// Whether no key is required.
     pub(super) fn is_empty(&self) -> bool {
         self.0.read().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Which of the keys this is. How long it takes does not tell how much of it is right, nor which one it is.
+    /// The index of the key. Compares in constant time.
     pub(super) fn find(&self, key: &str) -> Option<usize> {
         let given: [u8; 32] = Sha256::digest(key.as_bytes()).into();
         let mut found = None;

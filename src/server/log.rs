@@ -1,4 +1,4 @@
-//! A line for each request, when its answer is complete; without what it says, unless that is asked for.
+//! One log line per request, when its answer is complete, without its content unless enabled.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,15 +9,15 @@ use serde_json::{Value, json};
 use super::{LogFormat, Shared};
 use crate::stdout;
 
-/// What is known of a request. It is told and counted when the last that works on it lets it go.
+/// The log record of a request. Written and counted when its last holder drops it.
 pub(super) struct Record {
     shared: Arc<Shared>,
     address: IpAddr,
     method: String,
     path: String,
-    /// The request's name, its client's own or a new one.
+    /// The request's id: the client's own, or a new one.
     id: String,
-    /// The path among those that there are, for the figures.
+    /// The path, normalized for metrics.
     known: &'static str,
     begun: Instant,
     facts: Mutex<Facts>,
@@ -49,12 +49,12 @@ impl Record {
         Self { shared, address, method, path, id, known, begun: Instant::now(), facts: Mutex::default() }
     }
 
-    /// Fields of its body that are unknown here.
+    /// Unknown fields of its body.
     pub(super) fn unknown(&self, fields: Vec<String>) {
         self.facts(|facts| facts.unknown = fields);
     }
 
-    /// What [`unknown`](Self::unknown) was told.
+    /// The fields given to [`unknown`](Self::unknown).
     pub(super) fn unknown_fields(&self) -> Vec<String> {
         self.facts.lock().unwrap_or_else(PoisonError::into_inner).unknown.clone()
     }
@@ -67,12 +67,12 @@ impl Record {
         self.facts(|facts| facts.status = Some(status));
     }
 
-    /// Its answer is an event stream, of which the status says little.
+    /// The answer is an event stream, whose status says little.
     pub(super) fn streams(&self) {
         self.facts(|facts| facts.streams = true);
     }
 
-    /// The last event has been sent.
+    /// The last event was sent.
     pub(super) fn complete(&self) {
         self.facts(|facts| facts.complete = true);
     }
@@ -90,17 +90,17 @@ impl Record {
         self.shared.metrics.prompt(tokens as u64);
     }
 
-    /// A text is complete.
+    /// A sequence is complete.
     pub(super) fn finished(&self, reason: &str) {
         self.shared.metrics.finished(reason);
     }
 
-    /// More of an answer.
+    /// New output of an answer.
     pub(super) fn written(&self, tokens: usize, text: &str) {
         if tokens == 0 && text.is_empty() {
             return;
         }
-        let (seconds, texts) = (self.begun.elapsed().as_secs_f64(), self.shared.options.log_texts);
+        let (seconds, with_text) = (self.begun.elapsed().as_secs_f64(), self.shared.options.log_texts);
         let mut first = false;
         self.facts(|facts| {
             first = facts.first_token.is_none() && tokens > 0;
@@ -108,7 +108,7 @@ impl Record {
                 facts.first_token = Some(seconds);
             }
             facts.tokens += tokens;
-            if texts {
+            if with_text {
                 facts.answer.push_str(text);
             }
         });
@@ -120,7 +120,7 @@ impl Drop for Record {
     fn drop(&mut self) {
         let seconds = self.begun.elapsed().as_secs_f64();
         let facts = std::mem::take(&mut *self.facts.lock().unwrap_or_else(PoisonError::into_inner));
-        // As nginx has it, where the client left before the answer was complete.
+        // As in nginx: the client left before the answer was complete.
         let status = facts.status.filter(|_| facts.complete || !facts.streams).unwrap_or(499);
         self.shared.metrics.request(self.known, status, seconds);
         let quiet = matches!(self.path.as_str(), "/health" | "/metrics") && status < 400;

@@ -1,4 +1,4 @@
-//! Figures for Prometheus.
+//! Prometheus metrics.
 
 use std::sync::atomic::AtomicU64;
 
@@ -13,12 +13,12 @@ use crate::inference::generation::scheduler::Load;
 
 type Labels = [(&'static str, String); 2];
 
-/// Upper ends of the histograms' buckets, in seconds.
+/// Upper bounds of the histograms' buckets, in seconds.
 const FIRST_TOKEN: [f64; 11] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
 const REQUEST: [f64; 11] = [0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0];
 
-/// What is measured. Each figure that vLLM has, too, is there by its name as well, for dashboards
-/// made for it.
+/// The metrics. Those that vLLM also has are exported under its names, too, for dashboards made for
+/// it.
 pub(super) struct Metrics {
     registry: Registry,
     requests: Family<Labels, Counter>,
@@ -32,7 +32,7 @@ pub(super) struct Metrics {
     pages: Gauge,
     pages_left: Gauge,
     preemptions: Counter<u64, AtomicU64>,
-    /// Tokens of prompts that were looked for in the cache, and those that it had.
+    /// Prompt tokens looked up in the KV cache, and those found.
     cache_queries: Counter,
     cache_hits: Counter,
     running: Gauge,
@@ -41,7 +41,7 @@ pub(super) struct Metrics {
 }
 
 impl Metrics {
-    /// Figures of a model of a name.
+    /// Metrics of a model of this name.
     pub(super) fn new(model: &str) -> Self {
         let mut registry = Registry::default();
         macro_rules! metric {
@@ -51,7 +51,7 @@ impl Metrics {
                 metric
             }};
         }
-        let requests = metric!("requests", "Requests answered, by path and status", Family::default());
+        let requests = metric!("requests", "Requests by path and status", Family::default());
         let seconds =
             metric!("request_seconds", "Time until an answer was complete", Histogram::new(REQUEST.into_iter()));
         let prompt_tokens = metric!("prompt_tokens", "Tokens of prompts", Counter::default());
@@ -61,27 +61,26 @@ impl Metrics {
             "Time from a request to the first token of its answer",
             Histogram::new(FIRST_TOKEN.into_iter())
         );
-        let queued = metric!("queued", "Sequences that wait for the device", Gauge::default());
-        let reading =
-            metric!("reading", "Sequences in prefill, or behind it, which wait for their turn", Gauge::default());
-        let writing = metric!("writing", "Sequences that are decoded", Gauge::default());
+        let queued = metric!("queued", "Sequences waiting for a slot", Gauge::default());
+        let reading = metric!("reading", "Sequences in prefill, or past it and waiting for a slot", Gauge::default());
+        let writing = metric!("writing", "Sequences decoding", Gauge::default());
         let pages = metric!("cache_pages", "Pages of the KV cache", Gauge::default());
-        let pages_left = metric!("cache_pages_left", "Pages of the KV cache that no sequence has", Gauge::default());
-        let preemptions = metric!("preemptions", "Sequences that were preempted", Counter::default());
+        let pages_left = metric!("cache_pages_left", "Free pages of the KV cache", Gauge::default());
+        let preemptions = metric!("preemptions", "Preemptions", Counter::default());
         let cache_queries =
-            metric!("prefix_cache_queries", "Tokens of prompts looked for in the KV cache", Counter::default());
-        let cache_hits = metric!("prefix_cache_hits", "Tokens of prompts found in the KV cache", Counter::default());
+            metric!("prefix_cache_queries", "Prompt tokens looked up in the KV cache", Counter::default());
+        let cache_hits = metric!("prefix_cache_hits", "Prompt tokens found in the KV cache", Counter::default());
         let vllm = registry.sub_registry_with_label(("model_name".into(), model.to_string().into()));
         let (running, usage, finished) = (Gauge::default(), Gauge::default(), Family::default());
-        vllm.register("vllm:num_requests_running", "Sequences in prefill or decoded", running.clone());
+        vllm.register("vllm:num_requests_running", "Sequences in prefill or decoding", running.clone());
         vllm.register("vllm:num_requests_waiting", "Sequences that wait", queued.clone());
-        vllm.register("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all", usage.clone());
-        vllm.register("vllm:num_preemptions", "Sequences that were preempted", preemptions.clone());
-        vllm.register("vllm:prefix_cache_queries", "Tokens looked for in the KV cache", cache_queries.clone());
+        vllm.register("vllm:kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1", usage.clone());
+        vllm.register("vllm:num_preemptions", "Preemptions", preemptions.clone());
+        vllm.register("vllm:prefix_cache_queries", "Tokens looked up in the KV cache", cache_queries.clone());
         vllm.register("vllm:prefix_cache_hits", "Tokens found in the KV cache", cache_hits.clone());
         vllm.register("vllm:prompt_tokens", "Tokens of prompts", prompt_tokens.clone());
         vllm.register("vllm:generation_tokens", "Tokens generated", tokens.clone());
-        vllm.register("vllm:request_success", "Sequences that are complete, by reason", finished.clone());
+        vllm.register("vllm:request_success", "Completed sequences, by reason", finished.clone());
         vllm.register("vllm:time_to_first_token_seconds", "Time to the first token", first_token.clone());
         vllm.register("vllm:e2e_request_latency_seconds", "Time of a request", seconds.clone());
         Self {
@@ -105,30 +104,30 @@ impl Metrics {
         }
     }
 
-    /// What the device has to do.
+    /// The scheduler's load.
     pub(super) fn load(&self, load: Load, queued: usize) {
         self.queued.set((queued + load.waiting) as i64);
-        self.reading.set(load.reading as i64);
-        self.writing.set(load.writing as i64);
-        self.running.set((load.reading + load.writing) as i64);
+        self.reading.set(load.prefilling as i64);
+        self.writing.set(load.decoding as i64);
+        self.running.set((load.prefilling + load.decoding) as i64);
         self.pages.set(load.pages as i64);
-        self.pages_left.set(load.pages_left as i64);
-        self.usage.set((load.pages - load.pages_left) as f64 / load.pages.max(1) as f64);
+        self.pages_left.set(load.free_pages as i64);
+        self.usage.set((load.pages - load.free_pages) as f64 / load.pages.max(1) as f64);
         self.preemptions.inc_by((load.preemptions as u64).saturating_sub(self.preemptions.get()));
     }
 
-    /// A prompt of so many tokens.
+    /// A prompt of this many tokens.
     pub(super) fn prompt(&self, tokens: u64) {
         self.prompt_tokens.inc_by(tokens);
     }
 
-    /// Of so many tokens of a prompt the cache had some.
+    /// Prompt tokens of a request, and those found in the KV cache.
     pub(super) fn cached(&self, tokens: u64, cached: u64) {
         self.cache_queries.inc_by(tokens);
         self.cache_hits.inc_by(cached);
     }
 
-    /// More tokens of an answer; its first ones after some seconds.
+    /// New tokens of an answer, with the time to the first token.
     pub(super) fn written(&self, tokens: u64, first: Option<f64>) {
         self.tokens.inc_by(tokens);
         if let Some(seconds) = first {
@@ -141,13 +140,13 @@ impl Metrics {
         self.finished.get_or_create(&[("finished_reason", reason.to_string())]).inc();
     }
 
-    /// An answer to a request of a path that there is.
+    /// A response on a known path.
     pub(super) fn request(&self, path: &'static str, status: u16, seconds: f64) {
         self.requests.get_or_create(&[("path", path.to_string()), ("status", status.to_string())]).inc();
         self.seconds.observe(seconds);
     }
 
-    /// As Prometheus reads it.
+    /// In Prometheus' text format.
     pub(super) fn text(&self) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         encode(&mut text, &self.registry)?;
@@ -162,7 +161,7 @@ mod tests {
     #[test]
     fn figures_have_vllms_names_too() {
         let metrics = Metrics::new("pots");
-        metrics.load(Load { pages: 4, pages_left: 1, reading: 1, writing: 2, ..Load::default() }, 5);
+        metrics.load(Load { pages: 4, free_pages: 1, prefilling: 1, decoding: 2, ..Load::default() }, 5);
         metrics.cached(100, 64);
         metrics.written(7, Some(0.2));
         metrics.finished("stop");

@@ -1,9 +1,9 @@
-//! A model behind HTTP, by OpenAI's API: chat, completions, embeddings, utterances, and a page to chat on.
+//! A model behind OpenAI's HTTP API: chat, completions, embeddings, utterances, and a chat page.
 //!
 //! ```text
 //! connection -> http (checks, template, tokens) -> queue -> engine, on the thread that owns the device
 //!      ^                                                       |
-//!      '--- text, as JSON or events <- answers (stop texts) <--'  a channel of tokens for each text
+//!      '--- text, as JSON or events <- answers (stop strings) <-'  a channel of tokens per sequence
 //! ```
 
 mod answers;
@@ -37,13 +37,14 @@ use self::queue::Queue;
 use self::served::Served;
 use crate::backend::BackendName;
 use crate::failure::Failure;
+use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 
-/// Threads that speak HTTP; the device has one of its own.
+/// HTTP threads; the device has one of its own.
 const HTTP_THREADS: usize = 2;
-/// Threads that make tokens of long texts, and compile grammars.
+/// Threads that tokenize long inputs and compile grammars.
 const TEXT_THREADS: usize = 4;
-/// How long answers may take to leave when all is done.
+/// How long finished answers may take to leave.
 const LEAVE: Duration = Duration::from_secs(5);
 
 /// Where a server listens, and what it allows.
@@ -51,66 +52,66 @@ const LEAVE: Duration = Duration::from_secs(5);
 pub struct ServerOptions {
     /// The address.
     pub host: IpAddr,
-    /// The port; 0 takes one that is free.
+    /// The port; 0 picks a free one.
     pub port: u16,
-    /// What the model is called.
+    /// The model's name in the API.
     pub name: String,
-    /// Keys, one of which each request has to have, unless there are none.
+    /// API keys, one of which each request must send; empty to require none.
     pub keys: Vec<String>,
     /// Whether it may listen beyond this machine without a key.
     pub insecure: bool,
-    /// Certificate chain and private key, PEM files: HTTPS.
+    /// Certificate chain and private key, PEM files, for HTTPS.
     pub tls: Option<(PathBuf, PathBuf)>,
-    /// What is told of requests, on which stream.
+    /// The request log's format and stream.
     pub log: LogFormat,
-    /// A template for conversations, in place of the model's own.
+    /// A chat template to use instead of the model's own.
     pub chat_template: Option<PathBuf>,
-    /// Whether the log has prompts and answers.
+    /// Whether prompts and answers are logged.
     pub log_texts: bool,
-    /// Whether a field that is unknown here is refused, and not only named in the answer's head and
-    /// the log.
+    /// Whether unknown fields are refused, instead of only named in the response header and the
+    /// log.
     pub strict: bool,
-    /// Pages of which origins may ask, such as `https://example.org`; `*` is all.
+    /// Allowed origins of cross-origin requests, such as `https://example.org`; `*` allows all.
     pub allowed_origins: Vec<String>,
-    /// What requests may take.
+    /// Limits of requests.
     pub limits: Limits,
 }
 
-/// The form of the log.
+/// Format of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
-    /// Lines for people, on stderr.
+    /// Human-readable lines on stderr.
     Text,
-    /// A JSON object a line, on stdout.
+    /// One JSON object per line on stdout.
     Json,
-    /// None.
+    /// No log.
     Off,
 }
 
-/// What requests may take.
+/// Limits of requests.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Texts that are written at a time; as many as suit the device where `None`.
+    /// Maximum number of sequences decoded concurrently; `None` for the device's default.
     pub rows: Option<usize>,
-    /// Tokens of a text, with its prompt; the model's context where `None`.
+    /// Maximum tokens of a sequence, prompt included; `None` for the model's context.
     pub context: Option<usize>,
-    /// Tokens that the cache holds; as many as suit the rows where `None`.
+    /// Tokens in the KV cache; `None` for what the sequences need.
     pub cache_tokens: Option<usize>,
-    /// Tokens of a step: of prompts no more are read while texts are written; as many as suit the device where `None`.
+    /// Token budget of a step, decode and prefill together; `None` for the device's default.
     pub step_tokens: Option<usize>,
-    /// What it keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
-    /// Requests that wait.
+    /// Maximum number of waiting requests.
     pub queue: usize,
-    /// Bytes of a request's body.
+    /// Maximum size of a request body, in bytes.
     pub body_bytes: usize,
-    /// Answers to each prompt of a request.
+    /// Maximum number of answers per prompt.
     pub answers: usize,
-    /// Connections at a time.
+    /// Maximum number of connections.
     pub connections: usize,
-    /// Time for an answer.
+    /// Time limit of a request.
     pub request: Duration,
-    /// Time that running answers have once the server is told to stop.
+    /// Time that running answers have after the server is told to stop.
     pub drain: Duration,
 }
 
@@ -132,30 +133,30 @@ impl Default for Limits {
     }
 }
 
-/// What the server is doing.
+/// State of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The model is not there yet.
+    /// The model is loading.
     Loading,
-    /// It answers.
+    /// Requests are answered.
     Ready,
-    /// It finishes what it has begun until then, and takes nothing more.
+    /// Running answers finish until this time; new requests are refused.
     Draining(Instant),
-    /// All is done.
+    /// Everything is done.
     Stopped,
 }
 
-/// What the threads share.
+/// State shared by the threads.
 pub(crate) struct Shared {
     options: ServerOptions,
     keys: Keys,
-    /// Where it speaks HTTPS.
+    /// TLS, if configured.
     tls: RwLock<Option<TlsAcceptor>>,
     phase: watch::Sender<Phase>,
     served: OnceLock<Served>,
     queue: Queue,
     metrics: Metrics,
-    /// When it began, in seconds since 1970.
+    /// Start time, in seconds since 1970.
     created: u64,
 }
 
@@ -164,7 +165,7 @@ impl Shared {
         *self.phase.borrow()
     }
 
-    /// Takes nothing more, and finishes what there is; whether it was asked to before.
+    /// Refuses new requests and finishes running ones. Returns whether it was draining already.
     fn drain(&self) -> bool {
         let until = Instant::now() + self.options.limits.drain;
         let changed = self.phase.send_if_modified(|phase| match phase {
@@ -179,7 +180,7 @@ impl Shared {
     }
 }
 
-/// A server that listens.
+/// A listening server.
 pub struct Server {
     shared: Arc<Shared>,
     runtime: Runtime,
@@ -187,21 +188,21 @@ pub struct Server {
     address: SocketAddr,
 }
 
-/// Speaks to a server from another thread.
+/// Controls a server from another thread.
 #[derive(Clone)]
 pub struct ServerHandle(Arc<Shared>);
 
 impl ServerHandle {
-    /// Asks the server to finish its answers and end; whether it was asked before.
+    /// Asks the server to finish its answers and end. Returns whether it was asked before.
     pub fn stop(&self) -> bool {
         self.0.drain()
     }
 
-    /// Takes other keys, and reads the certificate's files again. What is being answered goes on.
+    /// Replaces the API keys and reloads the certificate. Running requests continue.
     ///
     /// # Errors
-    /// If a key is empty, there were keys and none is left, or a file of the certificate cannot be
-    /// used. All stays as it is then.
+    /// If a key is empty, the keys become none or were none, or a certificate file cannot be used.
+    /// The old ones stay in use then.
     pub fn reload(&self, keys: &[String]) -> Result<(), Failure> {
         let shared = &self.0;
         let tls = shared.options.tls.as_ref().map(|(cert, key)| http::tls(cert, key)).transpose()?;
@@ -212,16 +213,16 @@ impl ServerHandle {
 }
 
 impl Server {
-    /// Listens, and says that the model is being loaded.
+    /// Starts to listen. Requests are told that the model is loading.
     ///
     /// # Errors
-    /// If the address is beyond this machine and there is neither a key nor leave to do without, it is taken, or a file of the
-    /// certificate cannot be used.
+    /// If the address is reachable from other machines without a key or permission, is taken, or a
+    /// certificate file cannot be used.
     pub fn bind(options: ServerOptions) -> Result<Self, Failure> {
         let (host, port) = (options.host, options.port);
         if !host.is_loopback() && options.keys.is_empty() && !options.insecure {
             return Err(Failure::usage(format!(
-                "--host {host} is open to other machines: ask for a key by --api-key or --api-key-file, or say --insecure"
+                "--host {host} is reachable from other machines: set --api-key or --api-key-file, or --insecure"
             )));
         }
         let tls = options.tls.as_ref().map(|(cert, key)| http::tls(cert, key)).transpose()?;
@@ -233,7 +234,7 @@ impl Server {
             .thread_name("http")
             .enable_all()
             .build()
-            .map_err(|error| Failure::new(format!("no threads for the server: {error}")))?;
+            .map_err(|error| Failure::new(format!("cannot start the server's threads: {error}")))?;
         let taken = |error: std::io::Error| Failure::new(format!("{host} port {port}: {error}"));
         let listener = runtime.block_on(TcpListener::bind((host, port))).map_err(taken)?;
         let address = listener.local_addr().map_err(taken)?;
@@ -251,38 +252,38 @@ impl Server {
         Ok(Self { shared, runtime, connections, address })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What ends it, and gives it other keys.
+    /// A handle to stop it and to replace its keys.
     pub fn handle(&self) -> ServerHandle {
         ServerHandle(Arc::clone(&self.shared))
     }
 
-    /// Loads a model's folder and answers until it is stopped. The device is this thread's. `ready` is told when the model is
-    /// there.
+    /// Loads a model folder and answers requests until stopped. This thread owns the device. Calls
+    /// `ready` when the model is loaded.
     ///
     /// # Errors
-    /// If the model cannot be loaded, or the device fails: what is being answered ends with an error then.
+    /// If the model cannot be loaded or the device fails; running answers end with an error then.
     pub fn run(
         self,
         backend: BackendName,
-        model: PathBuf,
+        model: impl Into<ModelSource>,
         precision: Precision,
         ready: impl FnOnce() + Send,
     ) -> Result<(), Failure> {
-        let engine = Engine { shared: Arc::clone(&self.shared), model, precision, ready };
+        let engine = Engine { shared: Arc::clone(&self.shared), model: model.into(), precision, ready };
         let served = catch_unwind(AssertUnwindSafe(|| backend.run(engine)));
         let served = served.unwrap_or_else(|panic| {
             let reason = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            Err(Failure::new(format!("the device's thread failed: {}", reason.unwrap_or("no reason is known"))))
+            Err(Failure::new(format!("the device thread failed: {}", reason.unwrap_or("no reason is known"))))
         });
         self.shared.phase.send_replace(Phase::Stopped);
         self.shared.queue.close();
         let Self { runtime, connections, .. } = self;
-        // Answers leave; whoever does not take them has to do without.
+        // Let answers leave; slow clients are cut off.
         let _ = runtime.block_on(async { tokio::time::timeout(LEAVE, connections).await });
         runtime.shutdown_timeout(Duration::from_millis(100));
         served

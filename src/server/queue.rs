@@ -1,4 +1,4 @@
-//! What waits for the device: in turn for each client, and no more than there is room for.
+//! The bounded queue of jobs for the device, fair between clients.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::engine::Job;
 use super::keys::Client;
 
-/// Requests that wait, each with its jobs.
+/// The waiting requests, each with its jobs.
 pub(super) struct Queue {
     waiting: Mutex<Waiting>,
     changed: Condvar,
@@ -16,7 +16,7 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct Waiting {
-    /// A line for each client; the next job is the first of the first line, which goes behind the others then.
+    /// One queue per client. The next job comes from the first queue, which then moves to the end.
     lines: VecDeque<Line>,
     closed: bool,
     woken: bool,
@@ -24,23 +24,23 @@ struct Waiting {
 
 struct Line {
     client: Client,
-    /// Jobs that were preempted: they come before the requests that have not begun.
+    /// Preempted jobs, which precede requests that have not started.
     preempted: VecDeque<Job>,
     requests: VecDeque<Waits>,
 }
 
-/// A request that waits, or what is left of it.
+/// A waiting request, or its remaining jobs.
 struct Waits {
     priority: i64,
     jobs: VecDeque<Job>,
 }
 
-/// There is no room.
+/// The queue is full.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Full;
 
 impl Queue {
-    /// A queue of so many requests.
+    /// A queue of at most this many requests.
     pub(super) fn new(most: usize) -> Self {
         Self { waiting: Mutex::default(), changed: Condvar::new(), most }
     }
@@ -49,8 +49,8 @@ impl Queue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a request into its client's line: before those of a higher priority's number. A client
-    /// may have half of the room, so that there is some for others.
+    /// Adds a request to its client's queue, before those with a higher priority number. One client
+    /// may take half of the queue, so that room is left for others.
     pub(super) fn push(&self, client: Client, priority: i64, jobs: Vec<Job>) -> Result<(), Full> {
         let mut waiting = self.lock();
         let fits = |waiting: &Waiting| {
@@ -72,8 +72,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Puts back a job that was preempted, before what else waits of its client. There is always
-    /// room.
+    /// Puts a preempted job back, before its client's other jobs. This never fails.
     pub(super) fn put_back(&self, client: Client, job: Job) {
         let mut waiting = self.lock();
         if !waiting.closed {
@@ -81,12 +80,12 @@ impl Queue {
         }
     }
 
-    /// The next job that someone still waits for.
+    /// The next job whose client still waits.
     pub(super) fn pop(&self) -> Option<(Client, Job)> {
         self.pop_of(|_| true)
     }
 
-    /// The next job of a client that `wanted` picks.
+    /// The next job of a client that `wanted` accepts.
     pub(super) fn pop_of(&self, wanted: impl Fn(Client) -> bool) -> Option<(Client, Job)> {
         let mut waiting = self.lock();
         loop {
@@ -102,12 +101,12 @@ impl Queue {
         }
     }
 
-    /// Clients of which jobs wait, those whose turn is next first.
+    /// Clients with waiting jobs, in the order of their turns.
     pub(super) fn clients(&self) -> Vec<Client> {
         self.lock().lines.iter().map(|line| line.client).collect()
     }
 
-    /// Waits until there is a job, or [`wake`](Self::wake) is called, but no longer than that.
+    /// Waits for a job or a call of [`wake`](Self::wake), up to a time limit.
     pub(super) fn wait(&self, longest: Duration) {
         let waiting = self.lock();
         let idle = |waiting: &mut Waiting| waiting.lines.is_empty() && !waiting.woken && !waiting.closed;
@@ -122,13 +121,13 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Takes nothing more, and drops what there is.
+    /// Refuses further jobs and drops the waiting ones.
     pub(super) fn close(&self) {
         *self.lock() = Waiting { closed: true, ..Waiting::default() };
         self.changed.notify_all();
     }
 
-    /// Jobs that wait.
+    /// Number of waiting jobs.
     pub(super) fn len(&self) -> usize {
         self.lock().lines.iter().map(Line::len).sum()
     }
@@ -139,7 +138,7 @@ impl Waiting {
         self.lines.iter().find(|line| line.client == client)
     }
 
-    /// A client's line, at the end of the others if it is new.
+    /// A client's queue; a new one goes to the end.
     fn line_of(&mut self, client: Client) -> &mut Line {
         let at = self.lines.iter().position(|line| line.client == client).unwrap_or_else(|| {
             self.lines.push_back(Line { client, preempted: VecDeque::new(), requests: VecDeque::new() });
@@ -192,15 +191,15 @@ mod tests {
         Client::of_address(IpAddr::V4(Ipv4Addr::new(10, 0, 0, number)))
     }
 
-    /// A job of a name, and what makes it abandoned when it is dropped.
+    /// A named job, and a handle whose drop abandons it.
     fn job(name: &str) -> (Job, impl Sized + use<>) {
         let (reply, waits) = oneshot::channel();
-        (Job::Predict { texts: vec![name.to_string()], reply }, waits)
+        (Job::Predict { inputs: vec![name.to_string()], reply }, waits)
     }
 
     fn name(job: &Job) -> &str {
         match job {
-            Job::Predict { texts, .. } => &texts[0],
+            Job::Predict { inputs, .. } => &inputs[0],
             _ => "another",
         }
     }

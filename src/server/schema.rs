@@ -1,14 +1,13 @@
-//! The schemas within a JSON schema.
+//! Traversal of the schemas within a JSON schema.
 
 use serde_json::{Map, Value};
 
-/// Keywords whose values are no schemas, whatever they look like.
+/// Keywords whose values are not schemas, whatever they look like.
 pub(super) const DATA: [&str; 5] = ["const", "enum", "default", "example", "examples"];
-/// Keywords of schemas by their names.
+/// Keywords whose values map names to schemas.
 const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
-/// Calls `change` with the fields of each schema within a schema, but not with data that looks like
-/// one.
+/// Calls `change` with the fields of each nested schema, but not with data that looks like one.
 pub(super) fn each_schema(schema: &mut Value, change: &mut dyn FnMut(&mut Map<String, Value>)) {
     match schema {
         Value::Object(fields) => {

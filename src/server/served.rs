@@ -1,4 +1,4 @@
-//! What is served: all that requests are checked by and texts are made with, without the device.
+//! The served model as requests need it, without the device: for validation and for text.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,37 +13,37 @@ use crate::inference::chat::ChatTemplate;
 use crate::inference::embedding::Embedder;
 use crate::inference::generation::Generator;
 
-/// A model that is served.
+/// The served model.
 pub(super) enum Served {
-    /// One that writes.
-    Writer(Box<ServedWriter>),
-    /// One that reads.
+    /// A model that generates text.
+    Generator(Box<ServedGenerator>),
+    /// An encoder.
     Encoder(Box<ServedEncoder>),
 }
 
-/// A model that writes.
-pub(super) struct ServedWriter {
+/// A model that generates text.
+pub(super) struct ServedGenerator {
     pub(super) tokenizer: Tokenizer,
     /// The bytes of each token.
     pub(super) token_bytes: Vec<Vec<u8>>,
     /// Bytes of the longest token.
     pub(super) longest_token: usize,
-    /// How a conversation becomes text, if the model was made for conversations.
+    /// The chat template, if the model has one.
     pub(super) template: Option<ChatTemplate>,
-    /// How it spells calls of tools, if it knows any.
+    /// The format of its tool calls, if known.
     pub(super) tool_style: Option<ToolStyle>,
-    /// Tokens that end a text.
-    pub(super) ends: Vec<u32>,
-    /// Tokens of a text, with its prompt.
+    /// Stop tokens.
+    pub(super) stop_tokens: Vec<u32>,
+    /// Maximum tokens of a sequence, prompt included.
     pub(super) context: usize,
     pub(super) vocabulary: usize,
-    /// The token that the tokenizer puts before a text, if it puts one there.
+    /// The token that the tokenizer puts first, if any.
     pub(super) begins: Option<u32>,
     pub(super) grammars: Arc<Grammars>,
 }
 
-impl ServedWriter {
-    /// The model of a folder, which reads a conversation by a template: that of a file, or its own.
+impl ServedGenerator {
+    /// The model of a folder, with the chat template of a file or its own.
     pub(super) fn new<B: Backend>(
         generator: &Generator<B>,
         folder: &Path,
@@ -57,24 +57,24 @@ impl ServedWriter {
             Some(file) => Some(ChatTemplate::of_file(file, folder)?),
             None => ChatTemplate::find(folder),
         };
-        let ends = generator.ends().to_vec();
+        let stop_tokens = generator.stop_tokens().to_vec();
         Ok(Self {
             longest_token: token_bytes.iter().map(Vec::len).max().unwrap_or(1),
             tool_style: template.as_ref().and_then(ToolStyle::of),
-            grammars: Arc::new(Grammars::new(&token_bytes, vocabulary, &ends)),
+            grammars: Arc::new(Grammars::new(&token_bytes, vocabulary, &stop_tokens)),
             begins: begins(&tokenizer),
             token_bytes,
             tokenizer,
             template,
-            ends,
+            stop_tokens,
             context,
             vocabulary,
         })
     }
 }
 
-impl ServedWriter {
-    /// The bytes of a token's text; of a special token those of its name.
+impl ServedGenerator {
+    /// The bytes of a token's text; for a special token, those of its name.
     pub(super) fn bytes_of(&self, token: u32) -> Vec<u8> {
         match self.token_bytes.get(token as usize) {
             Some(bytes) if !bytes.is_empty() => bytes.clone(),
@@ -83,23 +83,23 @@ impl ServedWriter {
     }
 }
 
-/// The token that a tokenizer puts before a text, if it puts one there.
+/// The token that a tokenizer puts first, if any.
 pub(super) fn begins(tokenizer: &Tokenizer) -> Option<u32> {
     let (with, without) = (tokenizer.encode_prompt("a").ok()?, tokenizer.encode("a").ok()?);
     with.first().copied().filter(|first| with.len() > without.len() && Some(first) != without.first())
 }
 
-/// A model that reads.
+/// An encoder.
 pub(super) struct ServedEncoder {
     pub(super) tokenizer: Tokenizer,
-    /// Tokens of a text.
+    /// Maximum tokens of an input.
     pub(super) context: usize,
     pub(super) vocabulary: usize,
-    /// Numbers of an embedding.
+    /// Size of an embedding.
     pub(super) width: usize,
-    /// Whether it says what utterances ask for.
+    /// Whether it predicts intents and slots.
     pub(super) predicts: bool,
-    /// Whether it reads two texts at once, and has a head that says how well they fit.
+    /// Whether it is a cross-encoder with a score head.
     pub(super) scores: bool,
 }
 

@@ -1,16 +1,17 @@
-//! Tools that a model calls: how its template has it spell a call, and what it called.
+//! Tool calls: the formats in which models spell them, and parsing.
 
 use serde_json::{Map, Value, json};
 
 use crate::inference::chat::ChatTemplate;
 
-/// How a model spells a call.
+/// The format of a model's tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ToolStyle {
-    /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several if need be, with words around: Hermes, Qwen.
+    /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several allowed, with text around
+    /// them: Hermes, Qwen.
     Tagged,
-    /// `[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]`, nothing else: Mistral up to Nemo. The mark is a control token, of which the text
-    /// has nothing.
+    /// `[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]`, nothing else: Mistral up to Nemo. The
+    /// mark is a control token and does not appear in the text.
     Listed,
     /// `{"name": .., "parameters": {..}}` alone: Llama 3.
     Bare,
@@ -19,12 +20,12 @@ pub(super) enum ToolStyle {
 const BEGIN: &str = "<tool_call>";
 const END: &str = "</tool_call>";
 const LIST: &str = "[TOOL_CALLS]";
-/// Behind it in the templates of later models of Mistral, whose calls are `name[ARGS]{..}`: without their control tokens names and
-/// words cannot be told apart.
+/// Follows the mark in templates of later Mistral models, whose calls are `name[ARGS]{..}`: without
+/// their control tokens, names and text are ambiguous.
 const UNKNOWN: &str = "[ARGS]";
 
 impl ToolStyle {
-    /// What a template says, if it knows tools at all.
+    /// The format of a template, if it supports tools.
     pub(super) fn of(template: &ChatTemplate) -> Option<Self> {
         let source = template.source();
         let spells = |mark| source.contains(mark);
@@ -37,7 +38,7 @@ impl ToolStyle {
         }
     }
 
-    /// A new call's identity: Mistral's templates refuse others than of nine letters and digits.
+    /// A new call id: Mistral's templates require nine letters and digits.
     pub(super) fn id(self, random: u64) -> String {
         match self {
             Self::Listed => format!("{:09x}", random >> 28),
@@ -45,7 +46,7 @@ impl ToolStyle {
         }
     }
 
-    /// What the arguments are called.
+    /// The name of the arguments' field.
     fn arguments(self) -> &'static str {
         match self {
             Self::Tagged | Self::Listed => "arguments",
@@ -53,9 +54,9 @@ impl ToolStyle {
         }
     }
 
-    /// The schema of a call of one of these tools, by name and the schema of its arguments.
+    /// The schema of a call of one of these tools, each given by name and arguments' schema.
     pub(super) fn schema(self, tools: Vec<(String, Value)>) -> Value {
-        // Each schema is at a place of its own, since references within it begin at its own root.
+        // Each schema gets a place of its own, since its references start at its own root.
         let mut places = Map::new();
         let mut call = |(at, (name, mut schema)): (usize, (String, Value))| {
             let (name, place) = (json!({ "const": name }), format!("tool{at}"));
@@ -75,8 +76,7 @@ impl ToolStyle {
         schema
     }
 
-    /// A grammar in Lark's form of a call of a schema, of several if need be, or of what a rule
-    /// `answer` says.
+    /// A Lark grammar of one call, of several if `several`, or of the rule `answer`.
     pub(super) fn grammar(self, schema: &Value, several: bool, answer: Option<&str>) -> String {
         let more = |between: &str| if several { format!(" (\"{between}\" call)*") } else { String::new() };
         let calls = match self {
@@ -89,7 +89,7 @@ impl ToolStyle {
     }
 }
 
-/// Makes the references of a schema to itself those to `#/$defs/PLACE`, where it is to be.
+/// Rewrites a schema's references to itself to `#/$defs/PLACE`, its new place.
 fn move_references(schema: &mut Value, place: &str) {
     super::schema::each_schema(schema, &mut |fields| {
         if let Some(Value::String(target)) = fields.get_mut("$ref")
@@ -100,12 +100,11 @@ fn move_references(schema: &mut Value, place: &str) {
     });
 }
 
-/// The calls that a text may have.
+/// The calls that an answer may have.
 #[derive(Clone, Debug)]
 pub(super) struct Calls {
     pub(super) style: ToolStyle,
-    /// Names of tools, where a text is either calls of these and nothing else, or something else
-    /// and no call.
+    /// Names of the tools, if an answer is either only calls or has none.
     pub(super) only: Option<Vec<String>>,
 }
 
@@ -117,15 +116,15 @@ pub(super) struct ToolCall {
     pub(super) arguments: String,
 }
 
-/// Takes the calls out of a text as it comes.
+/// Extracts the calls from streamed text.
 pub(super) struct ToolCalls {
     style: ToolStyle,
     only: Option<Vec<String>>,
-    /// What is not yet known to be words or a call.
+    /// Text that may still become a call.
     held: String,
-    /// Whether the text is one without calls.
+    /// Whether the answer has no calls.
     words: bool,
-    /// Whether it has had one.
+    /// Whether it had one.
     called: bool,
 }
 
@@ -134,7 +133,7 @@ impl ToolCalls {
         Self { style, only, held: String::new(), words: false, called: false }
     }
 
-    /// More text: its words, and the calls that it completes.
+    /// Adds text. Returns plain text and the calls that it completes.
     pub(super) fn push(&mut self, text: &str) -> (String, Vec<ToolCall>) {
         self.held.push_str(text);
         let (mut words, mut calls) = (String::new(), Vec::new());
@@ -145,7 +144,7 @@ impl ToolCalls {
         match self.style {
             ToolStyle::Tagged => loop {
                 let Some(at) = self.held.find(BEGIN) else {
-                    // The longest end that may yet begin a call stays back.
+                    // Hold back the longest suffix that may begin a call.
                     let begins = |at: &usize| BEGIN.starts_with(&self.held[*at..]);
                     let kept = self.held.char_indices().map(|(at, _)| at).find(begins).unwrap_or(self.held.len());
                     words.extend(self.held.drain(..kept));
@@ -159,14 +158,14 @@ impl ToolCalls {
                     None => words.push_str(&whole),
                 }
             },
-            // Known at its end.
+            // Known at the end of the text.
             ToolStyle::Listed | ToolStyle::Bare => {}
         }
         self.called |= !calls.is_empty();
         (words, calls)
     }
 
-    /// Whether a text that begins like this has no calls.
+    /// Whether a text with this beginning has no calls.
     fn begins_without_calls(&self) -> bool {
         let text = self.held.trim_start();
         match self.style {
@@ -178,11 +177,11 @@ impl ToolCalls {
         }
     }
 
-    /// The end of the text: what is left of it.
+    /// The end of the text: returns what is left.
     pub(super) fn finish(self) -> (String, Vec<ToolCall>) {
         let calls = match self.style {
             _ if self.words => None,
-            // A model that stops at the end of a turn may leave the last tag out.
+            // A model that stops at the end of a turn may omit the last tag.
             ToolStyle::Tagged => self.held.strip_prefix(BEGIN).and_then(|rest| Some(vec![self.call(rest)?])),
             ToolStyle::Listed => self.calls(&self.held),
             ToolStyle::Bare => self.call(&self.held).map(|call| vec![call]),
@@ -193,8 +192,8 @@ impl ToolCalls {
         }
     }
 
-    /// A call that ends before it is whole: its name, and as much of its arguments as there is. As
-    /// OpenAI has it, that is no JSON.
+    /// A call that is cut off: its name and the arguments so far, which are then invalid JSON, as
+    /// at OpenAI.
     fn cut(&self, text: &str) -> Option<ToolCall> {
         let text = text.trim_start();
         let inside = match self.style {
@@ -206,8 +205,7 @@ impl ToolCalls {
         let rest = rest.trim_start().strip_prefix(':')?.trim_start();
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
         let name = values.next()?.ok()?;
-        // What is whole and no call is JSON of the answer's own schema, as is what names none of
-        // the tools.
+        // Complete JSON that is not a call, or names no tool, belongs to the answer's own schema.
         let is_whole = serde_json::from_str::<serde::de::IgnoredAny>(inside.trim()).is_ok();
         if is_whole || self.only.as_ref().is_some_and(|only| !only.contains(&name)) {
             return None;
@@ -215,7 +213,7 @@ impl ToolCalls {
         let rest = rest[values.byte_offset()..].trim_start().strip_prefix(',')?.trim_start();
         let rest = rest.strip_prefix(&format!("\"{}\"", self.style.arguments()))?;
         let arguments = rest.trim_start().strip_prefix(':')?.trim_start();
-        // Where all of them are there, the end of the call is not.
+        // All arguments are complete; only the end of the call is missing.
         let mut values = serde_json::Deserializer::from_str(arguments).into_iter::<Value>();
         let arguments = match values.next() {
             Some(Ok(_)) => &arguments[..values.byte_offset()],
@@ -224,7 +222,7 @@ impl ToolCalls {
         Some(ToolCall { name, arguments: arguments.to_string() })
     }
 
-    /// A list of calls, and nothing else in it.
+    /// A list of calls, and nothing else.
     fn calls(&self, text: &str) -> Option<Vec<ToolCall>> {
         let text = text.trim();
         let listed: Vec<Value> = serde_json::from_str(text.strip_prefix(LIST).unwrap_or(text)).ok()?;

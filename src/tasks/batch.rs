@@ -1,4 +1,4 @@
-//! Rows for a step, and their loss.
+//! A step's rows, and their loss.
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{TokenBatch, UtteranceBatch};
@@ -9,10 +9,10 @@ use super::counts::TargetCounts;
 use super::{intent_slot, language};
 use crate::recipe::schema::TrainingRecipe;
 
-/// Rows for a step, on the host.
+/// A step's rows, on the host.
 #[derive(Clone, Debug)]
 pub enum Batch {
-    /// Tokens, and what follows each.
+    /// Tokens and their next tokens.
     Tokens(TokenBatch),
     /// Pieces of words, with intents and tags.
     Utterances(UtteranceBatch),
@@ -39,7 +39,7 @@ impl From<UtteranceBatch> for Batch {
 }
 
 impl Batch {
-    /// The targets that count.
+    /// The number of targets.
     pub(crate) fn counts(&self) -> TargetCounts {
         match self {
             Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), intents: 0 },
@@ -47,7 +47,7 @@ impl Batch {
         }
     }
 
-    /// Tokens learnt from.
+    /// Number of trained tokens.
     pub(crate) fn tokens(&self) -> usize {
         match self {
             Self::Tokens(batch) => batch.target_count(),
@@ -75,6 +75,14 @@ impl Batch {
         passes.into_iter().map(share).collect()
     }
 
+    /// Tokens of a row, padding included.
+    pub(crate) fn seq_length(&self) -> usize {
+        match self {
+            Self::Tokens(batch) => batch.seq_length(),
+            Self::Utterances(batch) => batch.seq_length(),
+        }
+    }
+
     fn batch_size(&self) -> usize {
         match self {
             Self::Tokens(batch) => batch.batch_size(),
@@ -82,8 +90,8 @@ impl Batch {
         }
     }
 
-    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it, by the hidden states that
-    /// `forward` gives: `[1]` nats.
+    /// This part's contribution to the mean loss of a batch with targets `whole`, from the hidden
+    /// states of `forward`: `[1]`, in nats.
     pub(crate) fn loss<B: Backend>(
         &self,
         model: &Transformer<B>,

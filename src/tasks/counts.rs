@@ -1,6 +1,6 @@
-//! How many targets of a batch count.
+//! Number of targets in a batch.
 
-/// Targets that count, of tokens or tags and of intents.
+/// Targets: tokens or tags, and intents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TargetCounts {
     pub(crate) tokens: usize,
@@ -8,7 +8,7 @@ pub(crate) struct TargetCounts {
 }
 
 impl TargetCounts {
-    /// The shares that these have in `whole`.
+    /// Their shares of `whole`.
     pub(crate) fn shares(self, whole: Self) -> (f64, f64) {
         let share = |part: usize, whole: usize| part as f64 / whole.max(1) as f64;
         (share(self.tokens, whole.tokens), share(self.intents, whole.intents))

@@ -1,7 +1,7 @@
-//! Intent and slots: what an utterance asks for, and which of its words say the particulars.
+//! Intent and slot prediction for utterances.
 //!
-//! An utterance is read as pieces of words behind a piece of its own, `[CLS]`. Its intent is read from there, the tag
-//! of a word from its first piece.
+//! An utterance is tokenized into pieces of words after a `[CLS]` piece. Its intent is predicted at
+//! `[CLS]`, the tag of a word at its first piece.
 
 use std::path::Path;
 
@@ -14,14 +14,14 @@ use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceTargets};
 
 use super::counts::TargetCounts;
 use super::scores::{ClassificationReport, Prediction};
-use super::validation::{Judged, Validation};
+use super::validation::{Validation, ValidationOutput};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::tagging::{Predictions, heads, read_labels};
 use crate::recipe::{ModelSizes, Recipe, TrainingRecipe};
 use crate::run_folder::{LABELS, TOKENIZER, write_atomic};
 
-/// Utterances in three parts, and how they are read.
+/// Utterances in three splits, encoded.
 pub struct IntentSlot {
     labels: Labels,
     pieces: PieceTokenizer,
@@ -30,17 +30,18 @@ pub struct IntentSlot {
     test: HeldOut,
 }
 
-/// Utterances to be judged on.
+/// Utterances for evaluation.
 struct HeldOut {
     utterances: Vec<Utterance>,
     encoded: EncodedUtterances,
 }
 
-/// Utterances of a batch outside of training.
+/// Evaluation batch size.
 const BATCH_SIZE: usize = 64;
 
 impl IntentSlot {
-    /// Utterances in rows of up to `seq_length` pieces, with the labels that the training part has.
+    /// Encodes utterances in rows of up to `seq_length` pieces, with the labels of the training
+    /// split.
     ///
     /// # Errors
     /// If the tokenizer refuses a word.
@@ -60,15 +61,18 @@ impl IntentSlot {
         Ok(Self { labels, pieces, train, valid, test })
     }
 
-    /// The utterances of `recipe`, with the labels of their training part.
+    /// The utterances of `recipe`, with the labels of their training split.
     pub(crate) fn begin(recipe: &Recipe) -> Result<Self, Failure> {
         let utterances = utterances(recipe)?;
         let pieces = match (&recipe.init, recipe.data.tokenizer.as_str()) {
             (Some(model), _) if model.is_file() => {
-                return Err(Failure::usage(format!("{}: a GGUF file has no encoder to begin from", model.display())));
+                return Err(Failure::usage(format!(
+                    "{}: cannot initialize an encoder from a GGUF file",
+                    model.display()
+                )));
             }
             (Some(model), _) => PieceTokenizer::load(&model.join(TOKENIZER))?,
-            // The default is for texts.
+            // The default is for text.
             (None, "pieces" | "byte") => PieceTokenizer::train(&utterances.train, recipe.data.pieces)?,
             (None, file) => PieceTokenizer::load(Path::new(file))?,
         };
@@ -98,16 +102,16 @@ impl IntentSlot {
         let (intents, slots) = (self.labels.intents.len(), self.labels.slots.len());
         let cut = match self.cut_count() {
             0 => String::new(),
-            cut => format!(" (the ends of {cut} do not fit in {seq_length} pieces and are not learnt from)"),
+            cut => format!(" ({cut} are truncated to {seq_length} pieces)"),
         };
         let steps = training.steps;
         format!(
-            "{known} pieces known; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
+            "vocabulary of {known} pieces; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
              utterances"
         )
     }
 
-    /// The intents and slots known.
+    /// The known intents and slots.
     pub fn labels(&self) -> &Labels {
         &self.labels
     }
@@ -117,17 +121,17 @@ impl IntentSlot {
         Ok(format!("{} {labels}", self.pieces.sha256()?))
     }
 
-    /// Utterances to learn from.
+    /// Number of training utterances.
     pub fn train_count(&self) -> usize {
         self.train.len()
     }
 
-    /// Utterances of the test part; none where the data has no such part.
+    /// Number of test utterances; none if the data has no test split.
     pub fn test_count(&self) -> usize {
         self.test.utterances.len()
     }
 
-    /// Utterances too long for a row, whose ends are not learnt from.
+    /// Number of utterances truncated to a row.
     pub fn cut_count(&self) -> usize {
         self.train.cut()
     }
@@ -147,13 +151,13 @@ impl IntentSlot {
         write_atomic(&folder.join(LABELS), text.as_bytes())
     }
 
-    /// Loss and scores on the validation part, and which intents were taken for others.
+    /// Loss and scores on the validation split, with intent confusions.
     pub(crate) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
         training: &TrainingRecipe,
         device: &B::Device,
-    ) -> Result<Judged, Failure> {
+    ) -> Result<ValidationOutput, Failure> {
         let heads = heads(model)?;
         let batches = self.valid.encoded.batches(BATCH_SIZE);
         let total = batches.iter().map(|(_, batch)| counts(batch)).fold(TargetCounts::default(), |a, b| a + b);
@@ -168,13 +172,13 @@ impl IntentSlot {
         }
         let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
         let validation = Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) };
-        Ok(Judged { validation, confusions: report.confusions })
+        Ok(ValidationOutput { validation, confusions: report.confusions })
     }
 
-    /// How `model` does on the test part.
+    /// The report of `model` on the test split.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn test<B: Backend>(
         &self,
         model: &Transformer<B>,
@@ -190,7 +194,7 @@ impl IntentSlot {
     }
 }
 
-/// The utterances that a recipe names.
+/// The utterances of a recipe.
 fn utterances(recipe: &Recipe) -> Result<Utterances, Failure> {
     match recipe.data.source.as_str() {
         "home" => Ok(Utterances::home()),
@@ -199,7 +203,7 @@ fn utterances(recipe: &Recipe) -> Result<Utterances, Failure> {
     }
 }
 
-/// Hidden states of a batch, and its targets, on the device.
+/// Hidden states and targets of a batch, on the device.
 fn encode<B: Backend>(
     batch: &UtteranceBatch,
     device: &B::Device,
@@ -210,12 +214,12 @@ fn encode<B: Backend>(
     (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
 }
 
-/// The targets of a batch that count.
+/// The number of targets in a batch.
 pub(crate) fn counts(batch: &UtteranceBatch) -> TargetCounts {
     TargetCounts { tokens: batch.tag_count(), intents: batch.intent_count() }
 }
 
-/// Mean cross entropies of intents and of tags, each times its weight and the options', added: `[1]` nats.
+/// Weighted sum of the mean cross entropies of intents and tags: `[1]`, in nats.
 ///
 /// # Panics
 /// If the model has no heads for utterances.
@@ -229,7 +233,7 @@ pub fn loss<B: Backend>(
     loss_by(model, batch, weights, options, device, |tokens| model.forward(tokens))
 }
 
-/// [`loss`] of the hidden states that `forward` gives.
+/// [`loss`] with the hidden states of `forward`.
 pub(crate) fn loss_by<B: Backend>(
     model: &Transformer<B>,
     batch: &UtteranceBatch,
@@ -245,7 +249,7 @@ pub(crate) fn loss_by<B: Backend>(
     }
 }
 
-/// What a model makes of utterances, gathered batch by batch.
+/// Predictions for utterances, collected batch by batch.
 struct PredictedTags<'a> {
     labels: &'a Labels,
     encoded: &'a EncodedUtterances,
@@ -269,7 +273,7 @@ impl<'a> PredictedTags<'a> {
         Ok(())
     }
 
-    /// A tag for every word of `utterances`, those beyond a row's end included.
+    /// A tag for every word of `utterances`, truncated ones included.
     fn finish(mut self, utterances: &[Utterance]) -> Vec<Prediction> {
         for (found, utterance) in self.found.iter_mut().zip(utterances) {
             found.tags.resize(utterance.words.len(), "O".to_string());

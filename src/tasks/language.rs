@@ -18,17 +18,17 @@ use crate::recipe::schema::{Recipe, TrainingRecipe};
 use crate::run_folder::{GENERATION, TOKENIZER, write_atomic};
 use crate::token_cache::tokens;
 
-/// A text, and how it is cut into tokens.
+/// A text corpus and its tokenizer.
 pub struct Language {
-    /// What is learnt from and what is held out.
+    /// The training and held-out data.
     pub corpus: Corpus,
-    /// How text becomes tokens.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// For each token the one of the model that a run begins from whose embedding it takes.
+    /// For each token, the token of the initial model whose embedding it takes.
     pub(crate) rows: Option<Vec<Option<u32>>>,
 }
 
-/// Mean cross entropy of a batch's predictions, times the options' weight, `[1]` nats a token.
+/// Mean cross entropy times the options' weight: `[1]`, in nats per token.
 pub fn loss<B: Backend>(
     model: &Transformer<B>,
     batch: &TokenBatch,
@@ -38,7 +38,7 @@ pub fn loss<B: Backend>(
     loss_by(model, batch, options, device, |tokens| model.forward(tokens))
 }
 
-/// [`loss`] of the hidden states that `forward` gives.
+/// [`loss`] with the hidden states of `forward`.
 pub(crate) fn loss_by<B: Backend>(
     model: &Transformer<B>,
     batch: &TokenBatch,
@@ -61,7 +61,7 @@ impl Language {
         Self { corpus, tokenizer, rows: None }
     }
 
-    /// The text of `recipe`, by the tokenizer of the model to begin from, where there is one, or else the recipe's.
+    /// The corpus of `recipe`, with the tokenizer of the initial model if any, else the recipe's.
     pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
         let Some(model) = model else {
             return Self::of(recipe, None, watch);
@@ -85,12 +85,12 @@ impl Language {
         Ok(Self { rows: Some(rows), ..Self::of(recipe, Some(wanted), watch)? })
     }
 
-    /// The text of `recipe`, by the tokenizer in the checkpoint `folder`.
+    /// The corpus of `recipe`, with the tokenizer in the checkpoint `folder`.
     pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
         Self::of(recipe, Some(Tokenizer::load(&folder.join(TOKENIZER))?), watch)
     }
 
-    /// The text of `recipe`, by `tokenizer` or the one that the recipe asks for.
+    /// The corpus of `recipe`, with `tokenizer` or the recipe's.
     fn of(recipe: &Recipe, tokenizer: Option<Tokenizer>, watch: Watch<'_>) -> Result<Self, Failure> {
         let (seq_length, data) = (recipe.training.seq_length, &recipe.data);
         if data.source == "stories" {
@@ -98,16 +98,16 @@ impl Language {
             let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
             return Ok(Self::new(Corpus::Stories(stories), tokenizer));
         }
-        let texts = recipe.texts()?;
+        let corpora = recipe.corpora()?;
         let tokenizer = match tokenizer {
             Some(tokenizer) => tokenizer,
-            None => make_tokenizer(recipe, &texts)?,
+            None => make_tokenizer(recipe, &corpora)?,
         };
         let mut files = Vec::new();
-        for (path, weight) in &texts {
+        for (path, weight) in &corpora {
             files.push((tokens(path, &tokenizer, data, watch)?, *weight));
         }
-        let shown: Vec<String> = texts.iter().map(|(path, _)| path.display().to_string()).collect();
+        let shown: Vec<String> = corpora.iter().map(|(path, _)| path.display().to_string()).collect();
         let corpus = TextCorpus::of_files(files, seq_length, data.holdout);
         let corpus = if data.documents_apart { corpus.and_then(TextCorpus::with_documents_apart) } else { corpus };
         let corpus = corpus.map_err(|error| Failure::new(format!("{}: {error}", shown.join(", "))))?;
@@ -117,11 +117,11 @@ impl Language {
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         let rows = training.batch_size * training.accumulation;
         let (known, steps, seq_length) = (config.vocab_size, training.steps, training.seq_length);
-        format!("{known} tokens known; {steps} steps of {rows} x {seq_length} tokens")
+        format!("vocabulary of {known} tokens; {steps} steps of {rows} x {seq_length} tokens")
     }
 
-    /// Mean loss over about `tokens` of the held-out part, nats a token, whose batches the ranks take in turn; one read from the
-    /// device.
+    /// Mean loss over about `tokens` held-out tokens, in nats per token, whose batches the ranks take in
+    /// turn; one read from the device.
     pub(crate) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
@@ -141,7 +141,7 @@ impl Language {
         Ok(read_scalars(all_reduce(vec![sum], collective))?[0])
     }
 
-    /// Text that `model` writes after `prompt` or, where that is empty, from the beginning of a text.
+    /// Generates after `prompt` or, if it is empty, from the start of a document.
     pub(crate) fn sample<B: Backend>(
         &self,
         model: Transformer<B>,
@@ -160,35 +160,36 @@ impl Language {
         Ok(if prompt.is_empty() { written } else { format!("{prompt}{written}") })
     }
 
-    /// What a sample without a prompt begins from: what ends a text, or else a line break, a space, or any token there is.
+    /// The start of a sample without a prompt: the end token, else a line break, a space, or any
+    /// token.
     fn beginning(&self) -> Result<String, Failure> {
         let end = self.corpus.end_token().and_then(|end| self.tokenizer.token(end));
         let common = ["\n", " "].map(String::from).into_iter();
         let tokens = (0..self.tokenizer.vocab_size() as u32).filter_map(|token| self.tokenizer.decode(&[token]).ok());
         let known = |text: &String| self.tokenizer.encode(text).is_ok_and(|tokens| !tokens.is_empty());
         let beginning = end.into_iter().chain(common).chain(tokens).find(known);
-        beginning.ok_or_else(|| Failure::new("the vocabulary has no token that a sample could begin from"))
+        beginning.ok_or_else(|| Failure::new("the vocabulary has no token to start a sample from"))
     }
 
-    /// How many tokens a sample may have behind `prompt`.
+    /// How many tokens a sample may have after `prompt`.
     ///
     /// # Errors
-    /// If the prompt holds what the vocabulary lacks, or leaves no room.
+    /// If the prompt has tokens outside the vocabulary, or leaves no room.
     fn room_behind(&self, prompt: &str, context_length: usize) -> Result<usize, Failure> {
-        // With what the tokenizer puts before a text.
+        // With the tokens that the tokenizer adds.
         let length = self.tokenizer.encode_prompt(prompt)?.len();
         match context_length.saturating_sub(length) {
             0 => Err(Failure::new(format!(
-                "the prompt has {length} tokens, and the model's context {context_length}: nothing could follow"
+                "the prompt has {length} tokens, and the model's context is {context_length}: no room to generate"
             ))),
             room => Ok(room),
         }
     }
 
-    /// Checks that the model could go on from a prompt for samples.
+    /// Checks the prompt for samples.
     ///
     /// # Errors
-    /// If the prompt holds what the vocabulary lacks, or fills the context.
+    /// If it has tokens outside the vocabulary, or fills the context.
     pub(crate) fn check_sample(&self, prompt: &str, context_length: usize) -> Result<(), Failure> {
         let from = if prompt.is_empty() { self.beginning()? } else { prompt.to_string() };
         let checked = self.room_behind(&from, context_length);
@@ -207,13 +208,13 @@ impl Language {
     }
 }
 
-/// The tokenizer that a recipe asks for, made of its texts where it is to be made.
-fn make_tokenizer(recipe: &Recipe, texts: &[(&Path, f64)]) -> Result<Tokenizer, Failure> {
+/// The recipe's tokenizer, trained on its data if need be.
+fn make_tokenizer(recipe: &Recipe, corpora: &[(&Path, f64)]) -> Result<Tokenizer, Failure> {
     let data = &recipe.data;
     if let Some(file) = recipe.tokenizer_file() {
         return Ok(Tokenizer::load(file)?);
     }
-    if let Some((prepared, _)) = texts.iter().find(|(path, _)| TokenFiles::are_in(path)) {
+    if let Some((prepared, _)) = corpora.iter().find(|(path, _)| TokenFiles::are_in(path)) {
         return Ok(TokenFiles::open(prepared)?.tokenizer()?);
     }
     let kind = match data.tokenizer.as_str() {
@@ -222,6 +223,6 @@ fn make_tokenizer(recipe: &Recipe, texts: &[(&Path, f64)]) -> Result<Tokenizer, 
         _ => TokenizerKind::Byte,
     };
     let open = |(path, _): &(&Path, f64)| TextSource::open(path, &data.field);
-    let sources = texts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    let sources = corpora.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     Ok(Tokenizer::train_on(kind, &sources)?)
 }

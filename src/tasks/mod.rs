@@ -1,6 +1,7 @@
-//! What a model is trained for: the data, the loss, how the model is judged, and what is saved.
+//! Training tasks: data, loss, validation, and saved files.
 
 pub mod batch;
+pub mod chat;
 pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
@@ -15,31 +16,35 @@ use fireclay_kernels::{Backend, Collective};
 use fireclay_model::{Transformer, TransformerConfig};
 
 pub use batch::Batch;
+pub use chat::Chat;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use scores::{ClassificationReport, Scores};
-pub use validation::{Judged, Validation};
+pub use validation::{Validation, ValidationOutput};
 
 use crate::failure::Failure;
 use crate::progress::Watch;
 use crate::recipe::{ModelSizes, Recipe, TaskName, TrainingRecipe};
 
-/// A kind of work, with its data.
+/// A task with its data.
 #[allow(clippy::large_enum_variant)] // A run has one of them.
 pub enum Task {
-    /// Each token predicts the next.
+    /// Next-token prediction.
     Language(Language),
-    /// Predicts the intent and slots of utterances.
+    /// Learns what the assistant writes in conversations.
+    Chat(Chat),
+    /// Intent and slot prediction for utterances.
     IntentSlot(IntentSlot),
 }
 
 impl Task {
-    /// What a model needs room for.
+    /// The sizes that it needs of a model.
     pub fn sizes(&self) -> ModelSizes {
         match self {
             Self::Language(language) => {
                 ModelSizes { vocab_size: language.tokenizer.vocab_size(), ..ModelSizes::default() }
             }
+            Self::Chat(chat) => ModelSizes { vocab_size: chat.tokenizer().vocab_size(), ..ModelSizes::default() },
             Self::IntentSlot(task) => task.sizes(),
         }
     }
@@ -47,21 +52,22 @@ impl Task {
     /// The rows of a training step: a pure function of the recipe's seed and `step`.
     ///
     /// # Errors
-    /// If the data is in files that cannot be read any more.
+    /// If its data files cannot be read any more.
     pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Result<Batch, Failure> {
         let rows = training.batch_size * training.accumulation;
         let key = BatchKey::new(training.seed, step);
         match self {
             Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
+            Self::Chat(chat) => Ok(chat.batch(key, rows).into()),
             Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
         }
     }
 
-    /// How `model` does on held-out data: about `tokens` of a language's, of which each rank of `collective` reads a share, and all
-    /// of the utterances, on every rank.
+    /// Validates `model`: on about `tokens` held-out tokens of a language task, of which each rank of
+    /// `collective` reads a share, and on all utterances otherwise.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
@@ -69,101 +75,110 @@ impl Task {
         tokens: usize,
         device: &B::Device,
         collective: &Collective,
-    ) -> Result<Judged, Failure> {
+    ) -> Result<ValidationOutput, Failure> {
         match self {
             Self::Language(language) => {
                 let loss = language.validate(model, training.batch_size, tokens, device, collective)?;
-                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+            }
+            Self::Chat(chat) => {
+                let loss = chat.validate(model, training.batch_size, tokens, device, collective)?;
+                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
     }
 
-    /// Writes what belongs beside the weights: the tokenizer and, by task, where a text ends or what labels are called.
+    /// Writes the tokenizer and, by task, the end token or the labels.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
         match self {
             Self::Language(language) => language.save(folder),
+            Self::Chat(chat) => chat.save(folder),
             Self::IntentSlot(task) => task.save(folder),
         }
     }
 
-    /// The task of `recipe` with its data; with the tokenizer of `model`, where the run begins from one.
+    /// The task of `recipe` with its data, and with the tokenizer of `model` if given.
     ///
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
     pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::begin(recipe, model, watch).map(Self::Language),
+            TaskName::Chat => Chat::begin(recipe, model).map(Self::Chat),
             TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
         }
     }
 
-    /// The task of `recipe` with its data, as the tokenizer and labels in `folder` have it.
+    /// The task of `recipe` with its data, and with the tokenizer and labels in `folder`.
     ///
     /// # Errors
-    /// As [`begin`](Self::begin), and if the tokenizer lacks something in the text.
+    /// As [`begin`](Self::begin), and if the tokenizer lacks a part of the text.
     pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::resume(recipe, folder, watch).map(Self::Language),
+            TaskName::Chat => Chat::resume(recipe, folder).map(Self::Chat),
             TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
         }
     }
 
-    /// For each token of the task the one of the model that a run begins from whose embedding it takes, where the run has another
-    /// tokenizer than that model.
-    pub(crate) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
+    /// For each token, the token of the initial model whose embedding it takes, if the tokenizers
+    /// differ.
+    pub(crate) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         match self {
             Self::Language(language) => language.rows.as_deref(),
+            Self::Chat(chat) => chat.initial_rows(),
             Self::IntentSlot(_) => None,
         }
     }
 
-    /// Whether the model in `folder` has heads for this very task, so that they are not begun anew.
+    /// Whether the model in `folder` has heads for this task, to keep instead of new ones.
     ///
     /// # Errors
     /// If its labels are damaged.
     pub(crate) fn has_heads_of(&self, folder: &Path) -> Result<bool, Failure> {
         match self {
-            Self::Language(_) => Ok(false),
+            Self::Language(_) | Self::Chat(_) => Ok(false),
             Self::IntentSlot(task) => task.has_labels_of(folder),
         }
     }
 
-    /// Says what is about to be trained on, for people.
+    /// Describes the training data.
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         match self {
             Self::Language(language) => language.describe(config, training),
+            Self::Chat(chat) => chat.describe(config, training),
             Self::IntentSlot(task) => task.describe(config, training),
         }
     }
 
-    /// Nats a token that no model can beat, where the data's source says so.
+    /// Lower bound of the loss in nats per token, if the data's source has a known entropy.
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
-            Self::IntentSlot(_) => None,
+            Self::Chat(_) | Self::IntentSlot(_) => None,
         }
     }
 
-    /// Whether validations have scores beside the loss; otherwise the loss has a perplexity.
+    /// Whether validations have scores; otherwise they have a perplexity.
     pub(crate) fn has_scores(&self) -> bool {
         matches!(self, Self::IntentSlot(_))
     }
 
-    /// How `model` does on the test data, where the task has such.
+    /// The report of `model` on the test data, if the task has any.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub(crate) fn test<B: Backend>(
         &self,
         model: &Transformer<B>,
         device: &B::Device,
     ) -> Result<Option<ClassificationReport>, Failure> {
         match self {
-            Self::Language(_) => Ok(None),
+            Self::Language(_) | Self::Chat(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),
         }
     }
@@ -175,11 +190,12 @@ impl Task {
     pub(crate) fn checksum(&self) -> Result<String, Failure> {
         match self {
             Self::Language(language) => Ok(language.tokenizer.sha256()?),
+            Self::Chat(chat) => chat.checksum(),
             Self::IntentSlot(task) => task.checksum(),
         }
     }
 
-    /// Whether there is test data.
+    /// Whether the task has test data.
     pub(crate) fn has_test(&self) -> bool {
         matches!(self, Self::IntentSlot(task) if task.test_count() > 0)
     }

@@ -1,4 +1,4 @@
-//! How well utterances are predicted, counted as the field does (Tjong Kim Sang and Buchholz, 2000, "conlleval").
+//! Metrics of utterance prediction (Tjong Kim Sang and Buchholz, 2000, "conlleval").
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
@@ -9,54 +9,54 @@ use serde::{Deserialize, Serialize};
 /// Percentages over a set of utterances.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Scores {
-    /// Utterances whose intent is right.
+    /// Intent accuracy.
     pub intent_accuracy: f64,
-    /// Harmonic mean of precision and recall over the spans of all slots, both borders and the slot being right.
+    /// F1 over the spans of all slots; a span counts if slot and both borders are right.
     pub slot_f1: f64,
-    /// Utterances whose intent and every tag are right.
+    /// Utterances with the right intent and all tags right.
     pub sentence_accuracy: f64,
 }
 
-/// What a model makes of an utterance.
+/// The prediction for an utterance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prediction {
     /// The intent.
     pub intent: String,
-    /// A tag for each word.
+    /// A tag per word.
     pub tags: Vec<String>,
 }
 
-/// Spans of a slot.
+/// Span counts of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpanCounts {
-    /// In the data.
+    /// Expected spans.
     pub present: usize,
-    /// Found by the model.
+    /// Predicted spans.
     pub found: usize,
-    /// Found and right.
+    /// Correctly predicted spans.
     pub right: usize,
 }
 
-/// Scores, and where they come from.
+/// Scores with details.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ClassificationReport {
     /// The percentages.
     pub scores: Scores,
-    /// By slot.
+    /// Per slot.
     pub slots: BTreeMap<String, SpanCounts>,
-    /// By intent: how often it is expected, and how often then predicted.
+    /// Per intent: how often it is expected, and how often then predicted.
     pub intents: BTreeMap<String, (usize, usize)>,
-    /// `(expected, predicted, how often)`, the most frequent first.
+    /// `(expected, predicted, count)`, most frequent first.
     pub confusions: Vec<(String, String, usize)>,
 }
 
 impl SpanCounts {
-    /// Percentage of what was found that is right.
+    /// Percentage of predicted spans that are right.
     pub fn precision(&self) -> f64 {
         percent(self.right, self.found)
     }
 
-    /// Percentage of what is there that was found.
+    /// Percentage of expected spans that are found.
     pub fn recall(&self) -> f64 {
         percent(self.right, self.present)
     }
@@ -72,7 +72,7 @@ fn percent(part: usize, whole: usize) -> f64 {
 }
 
 impl ClassificationReport {
-    /// Compares what a model made of utterances with what was expected.
+    /// Compares predictions with expectations.
     pub fn new(expected: &[Utterance], predicted: &[Prediction]) -> Self {
         let mut report = Self::default();
         let (mut intents, mut sentences, mut all) = (0, 0, SpanCounts::default());
@@ -110,12 +110,12 @@ impl ClassificationReport {
             .into_iter()
             .map(|((expected, predicted), count)| (expected.into(), predicted.into(), count))
             .collect();
-        // The sort is stable: equal counts stay in the order of their names.
+        // The sort is stable: equal counts stay in order of name.
         report.confusions.sort_by_key(|(.., count)| std::cmp::Reverse(*count));
         report
     }
 
-    /// Which intents were predicted as which: the labels, and a row of counts for each expected one.
+    /// The confusion matrix: labels, and a row of counts per expected label.
     pub fn confusion_matrix(&self) -> (Vec<String>, Vec<usize>) {
         let mistaken = self.confusions.iter().flat_map(|(expected, predicted, _)| [expected, predicted]);
         let names: BTreeSet<&String> = self.intents.keys().chain(mistaken).collect();
@@ -134,7 +134,7 @@ impl ClassificationReport {
     }
 }
 
-/// Confusions shown in a report.
+/// Number of confusions in a report.
 const SHOWN_CONFUSIONS: usize = 8;
 
 impl fmt::Display for ClassificationReport {
@@ -151,7 +151,7 @@ impl fmt::Display for ClassificationReport {
             writeln!(f, "{intent:<width$}  {count:>7}  {:>9.2}", percent(*right, *count))?;
         }
         if !self.confusions.is_empty() {
-            writeln!(f, "\nintents most often taken for others")?;
+            writeln!(f, "\nmost frequent intent confusions")?;
             for (expected, predicted, count) in self.confusions.iter().take(SHOWN_CONFUSIONS) {
                 writeln!(f, "{count:>4} x {expected} predicted as {predicted}")?;
             }

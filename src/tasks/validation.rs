@@ -1,22 +1,22 @@
-//! How a model did on held-out data.
+//! Validation results.
 
 use serde::{Deserialize, Serialize};
 
 use super::scores::Scores;
 
-/// How a model did on held-out data.
+/// A model's result on held-out data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Validation {
-    /// Nats a target.
+    /// Loss in nats per target.
     pub loss: f64,
-    /// Percentages, where the task has them.
+    /// Scores, if the task has them.
     #[serde(default)]
     pub scores: Option<Scores>,
 }
 
 impl Validation {
-    /// Whether this model is to be kept rather than the other: by whole utterances understood and then by slots, where
-    /// there are scores, and by its loss.
+    /// Whether this model is better: by sentence accuracy and then slot F1 if there are scores,
+    /// else by loss.
     pub fn is_better_than(&self, other: &Self) -> bool {
         let rank = |validation: &Self| {
             let scores = validation.scores.unwrap_or_default();
@@ -26,11 +26,11 @@ impl Validation {
     }
 }
 
-/// A validation, and what it was about.
+/// A validation with details.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Judged {
+pub struct ValidationOutput {
     /// The figures.
     pub validation: Validation,
-    /// Intents taken for others, `(expected, predicted, how often)`, the most frequent first.
+    /// Intent confusions, `(expected, predicted, count)`, most frequent first.
     pub confusions: Vec<(String, String, usize)>,
 }

@@ -1,4 +1,4 @@
-//! The batches of coming steps, made ahead by threads of their own.
+//! Prefetches the batches of coming steps on separate threads.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -9,30 +9,30 @@ use crate::failure::Failure;
 use crate::recipe::schema::TrainingRecipe;
 use crate::tasks::{Batch, Task};
 
-/// Threads that make batches, and batches that each has ready.
+/// Number of threads, and of prefetched batches per thread.
 const THREADS: u64 = 2;
 const READY: usize = 2;
 
-/// The batches of a run's steps, one after the other.
+/// The batches of a run's steps, in order.
 pub(crate) struct Batches {
-    /// One of each thread: the thread of a step is its number modulo theirs.
+    /// One receiver per thread; step N belongs to thread N modulo their number.
     receivers: Vec<Receiver<Result<Batch, Failure>>>,
     next: u64,
     waited: Duration,
 }
 
 impl Batches {
-    /// Begins to make batches from the step `first` on. The threads end when this is dropped.
+    /// Starts to prefetch batches from step `first`. Dropping it ends the threads.
     ///
     /// # Errors
-    /// If no thread can be had.
+    /// If a thread cannot be started.
     pub(crate) fn new(task: &Arc<Task>, training: &TrainingRecipe, first: u64) -> Result<Self, Failure> {
         let thread = |at: u64| {
             let (sender, receiver) = sync_channel(READY);
             let (task, training) = (Arc::clone(task), training.clone());
             let steps = (first..).filter(move |step| step % THREADS == at);
             let work = move || {
-                // Until nobody takes them, or one cannot be made.
+                // Until the receiver is gone, or a batch fails.
                 for step in steps {
                     let batch = task.batch(&training, step);
                     let failed = batch.is_err();
@@ -42,7 +42,7 @@ impl Batches {
                 }
             };
             let spawned = thread::Builder::new().name(format!("batches {at}")).spawn(work);
-            spawned.map_err(|error| Failure::new(format!("no thread for batches: {error}")))?;
+            spawned.map_err(|error| Failure::new(format!("cannot start the batch thread: {error}")))?;
             Ok(receiver)
         };
         let receivers = (0..THREADS).map(thread).collect::<Result<_, Failure>>()?;
@@ -56,7 +56,7 @@ impl Batches {
     pub(crate) fn take(&mut self) -> Result<Batch, Failure> {
         let begun = Instant::now();
         let receiver = &self.receivers[(self.next % THREADS) as usize];
-        let batch = receiver.recv().unwrap_or_else(|_| Err(Failure::new("the thread that makes batches is gone")))?;
+        let batch = receiver.recv().unwrap_or_else(|_| Err(Failure::new("the batch thread ended")))?;
         self.waited += begun.elapsed();
         self.next += 1;
         Ok(batch)
@@ -67,7 +67,7 @@ impl Batches {
         self.next
     }
 
-    /// Time that was spent on waiting for batches.
+    /// Total time spent waiting for batches.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
     }

@@ -1,4 +1,4 @@
-//! Pictures of a run: `loss.svg`, and where utterances were judged, `confusion.svg`.
+//! Plots of a run: `loss.svg`, and for utterances `confusion.svg`.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::run_folder::{CHART, CONFUSION};
 use crate::runs::Run;
 use crate::tasks::ClassificationReport;
 
-/// Draws the losses in a run folder's `metrics.jsonl` into its `loss.svg`.
+/// Plots the losses in a run folder's `metrics.jsonl` to its `loss.svg`.
 ///
 /// # Errors
 /// If a file cannot be read or written.
@@ -21,7 +21,7 @@ pub(crate) fn draw(folder: &Path) -> Result<(), Failure> {
     curves("", ["step", "loss, nats a token"], &losses)?.save(&folder.join(CHART))
 }
 
-/// Draws which intents were taken for which into the folder's `confusion.svg`.
+/// Plots the intent confusions to the folder's `confusion.svg`.
 ///
 /// # Errors
 /// If the file cannot be written.

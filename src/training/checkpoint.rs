@@ -1,4 +1,4 @@
-//! What a checkpoint holds: a model folder, what the optimizer keeps, and the state of the run.
+//! Checkpoints: a model folder, the optimizer's state, and the state of the run.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -8,13 +8,13 @@ use std::path::Path;
 
 use burn::tensor::{Tensor, TensorData};
 use fireclay_kernels::{Backend, Collective};
-use fireclay_model::{ModelFolder, f32_chunks};
+use fireclay_model::{LoraFiles, ModelFolder, f32_chunks};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, View};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
-use crate::recipe::schema::Recipe;
+use crate::recipe::{AdapterKind, Recipe};
 use crate::run_folder::{OPTIMIZER, RunFolder, STATE, write_atomic};
 use crate::tasks::{Task, Validation};
 use crate::training::optim::{Optimizer, Sharding, StateTensor};
@@ -25,30 +25,30 @@ use crate::training::trainer::Trainer;
 /// The best validation so far.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// After how many steps.
+    /// Its step.
     pub step: u64,
-    /// How well it did.
+    /// Its result.
     pub validation: Validation,
     /// Validations since then.
     #[serde(default)]
     pub without_improvement: u64,
 }
 
-/// What a checkpoint holds besides model and optimizer.
+/// State of a run besides model and optimizer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
-    /// Steps taken.
+    /// Completed steps.
     pub step: u64,
-    /// The best validation up to then.
+    /// The best validation so far.
     pub best: Option<Best>,
-    /// The data and tokenizer that the run began with; checkpoints written before these were kept have none.
+    /// The data and tokenizer at the start of the run; missing in old checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
-    /// What is being trained.
+    /// The recipe.
     pub recipe: Recipe,
 }
 
-/// The folder of the run in `path`, and the state of its last checkpoint.
+/// Opens the run in `path` and the state of its last checkpoint.
 ///
 /// # Errors
 /// If there is none, its state cannot be read, or another process trains there.
@@ -63,10 +63,10 @@ pub fn resume(path: &Path) -> Result<(RunFolder, RunState), Failure> {
     Ok((folder, state))
 }
 
-/// Writes a checkpoint, makes it the folder's model if it is the best, and drops all but the last few.
+/// Writes a checkpoint, publishes its model if it is the best, and removes old checkpoints.
 ///
 /// # Errors
-/// If the file system refuses; what was there before stays as it was.
+/// If the file system fails; earlier checkpoints stay.
 pub fn save<B: Backend>(folder: &RunFolder, trainer: &mut Trainer<B>, state: &RunState) -> Result<(), Failure> {
     trainer.begin_save();
     let trainer = &*trainer;
@@ -133,7 +133,7 @@ pub(crate) fn load<B: Backend>(
 ) -> Result<Trainer<B>, Failure> {
     let checkpoint = folder.checkpoint(state.step);
     let trainer = read(&checkpoint, &state.recipe, state.step, task, device, ranks)?;
-    // A run that was killed between a checkpoint and its publication.
+    // The run may have been killed between a checkpoint and its publication.
     if state.best.is_some_and(|best| best.step == state.step) {
         folder.publish(&checkpoint)?;
     }
@@ -153,7 +153,13 @@ pub(crate) fn read<B: Backend>(
     device: B::Device,
     (ranks, collective): (Ranks, Collective),
 ) -> Result<Trainer<B>, Failure> {
-    let model = ModelFolder::new(checkpoint).load(&device)?;
+    let model = match (&recipe.init, recipe.training.adapter) {
+        (Some(base), AdapterKind::Lora) => {
+            let adapter = LoraFiles::open(checkpoint)?;
+            recipe.model_from(base, &task, Some(&adapter), &device)?
+        }
+        _ => ModelFolder::new(checkpoint).load(&device)?,
+    };
     let training = &recipe.training;
     let sharding = Sharding { collective: collective.clone(), shard: training.shard, reduce: training.reduce };
     let mut trainer = Trainer::<B>::with_model_of_rank(recipe, task, model, device.clone(), (ranks, collective))?;
@@ -209,5 +215,5 @@ fn header(file: &mut File, path: &Path) -> Result<(usize, Metadata), Failure> {
 
 fn damaged(file: &Path, reason: &str) -> Failure {
     let folder = file.parent().unwrap_or(file).display();
-    Failure::new(format!("{}: {reason}; remove {folder} to go on from the checkpoint before", file.display()))
+    Failure::new(format!("{}: {reason}; remove {folder} to resume from the checkpoint before it", file.display()))
 }

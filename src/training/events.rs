@@ -1,4 +1,4 @@
-//! What a run tells as it goes on: one type and one JSON schema, for `metrics.jsonl`, for `--json` and for people.
+//! Events of a run: one type and one JSON schema, for `metrics.jsonl`, `--json` and the views.
 
 use fireclay_kernels::recorder::Memory;
 use serde_json::{Value, json};
@@ -6,80 +6,80 @@ use serde_json::{Value, json};
 use crate::failure::Failure;
 use crate::tasks::scores::Scores;
 
-/// Something that happened in a run.
+/// An event of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A training step.
     Trained {
         /// Counted from one.
         step: u64,
-        /// Nats a target.
+        /// In nats per target.
         loss: f64,
-        /// `e` to the loss, where the loss is that of a language.
+        /// Perplexity, for language tasks.
         perplexity: Option<f64>,
-        /// Of the step.
+        /// Learning rate of the step.
         learning_rate: f64,
         /// Global norm before clipping.
         gradient_norm: f64,
-        /// Targets learnt from in a second.
+        /// Targets per second.
         tokens_per_second: f64,
-        /// Of the last of the steps that were read together.
+        /// Memory at the last of the steps that were read together.
         memory: Option<MemoryUse>,
     },
     /// A validation.
     Validated {
-        /// Steps taken.
+        /// Completed steps.
         step: u64,
-        /// Nats a target.
+        /// In nats per target.
         loss: f64,
-        /// As above.
+        /// Perplexity, for language tasks.
         perplexity: Option<f64>,
-        /// Percentages, where the task has them.
+        /// Scores, if the task has them.
         scores: Option<Scores>,
     },
-    /// Text that the model wrote at a validation.
+    /// A generated sample.
     Sampled {
-        /// Steps taken.
+        /// Completed steps.
         step: u64,
-        /// What it wrote.
+        /// The text.
         text: String,
     },
-    /// Intents that were taken for others at a validation.
+    /// Intent confusions of a validation.
     Confused {
-        /// Steps taken.
+        /// Completed steps.
         step: u64,
-        /// `(expected, predicted, how often)`, the most frequent first.
+        /// `(expected, predicted, count)`, most frequent first.
         confusions: Vec<(String, String, usize)>,
     },
-    /// Something that somebody should look at.
+    /// A warning.
     Warned {
-        /// Steps taken.
+        /// Completed steps.
         step: u64,
-        /// What it is.
+        /// The message.
         text: String,
     },
 }
 
-/// Memory that a run uses.
+/// Memory use of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Of the device, where it has its own.
+    /// Of the device, if it has its own memory.
     pub device: Option<Memory>,
     /// Bytes of this process.
     pub host: Option<u64>,
 }
 
-/// Who is told of events.
+/// A receiver of events.
 pub trait Sink {
-    /// Is told of an event.
+    /// Receives an event.
     ///
     /// # Errors
-    /// If it cannot be kept.
+    /// If it cannot be stored.
     fn tell(&mut self, event: &Event) -> Result<(), Failure>;
 }
 
 impl Event {
-    /// As one line for programs.
+    /// As a JSON line.
     pub fn to_json(&self) -> Value {
         match self {
             Self::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, memory } => {
@@ -119,7 +119,7 @@ fn add_perplexity(line: &mut Value, perplexity: Option<f64>) {
     }
 }
 
-/// Scores as fields of a line, percentages.
+/// Adds scores to a line, in percent.
 pub(crate) fn add_scores(line: &mut Value, scores: Option<Scores>) {
     if let Some(Scores { intent_accuracy, slot_f1, sentence_accuracy }) = scores {
         let rounded = |percent: f64| json!((percent * 1e3).round() / 1e3);

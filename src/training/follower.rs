@@ -62,7 +62,7 @@ fn follow<B: Backend>(ranks: &Ranks, device: B::Device) -> Result<(), Failure> {
             Command::Complete => trainer.complete(),
             // What is judged by its scores the first rank judges alone.
             Command::Judge { .. } if trainer.task().has_scores() => trainer.complete(),
-            Command::Judge { tokens } => drop(trainer.judge(tokens)?),
+            Command::Judge { tokens } => drop(trainer.evaluate(tokens)?),
             Command::Save => trainer.follow_save(),
             Command::Begin(_) | Command::End => return Ok(()),
         }

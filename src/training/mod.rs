@@ -1,4 +1,4 @@
-//! Training: the optimizer, the loop, checkpoints, and how a run is shown.
+//! Training: optimizers, the training loop, checkpoints, and views.
 
 mod batches;
 mod chart;
@@ -13,6 +13,7 @@ pub mod trainer;
 mod views;
 mod watchdog;
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -37,19 +38,19 @@ use crate::training::origin::Origin;
 use crate::training::parallel::{Begin, Command, Ranks};
 use crate::training::session::Session;
 
-/// A run to begin or to go on with.
+/// A new or resumed run.
 pub struct TrainingRun {
     recipe: Recipe,
     folder: RunFolder,
     resumed: Option<RunState>,
-    /// Of the data as it is now.
+    /// Origin of the current data.
     origin: Origin,
     view: View,
     interrupter: Interrupter,
-    /// What it runs on, and the command that began it.
+    /// Device and command line, for the record.
     device: String,
     command: Vec<String>,
-    /// The project at Weights & Biases that is told of it.
+    /// The Weights & Biases project, if any.
     wandb: Option<String>,
     ranks: Ranks,
     begun: Instant,
@@ -58,14 +59,14 @@ pub struct TrainingRun {
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// It took its last step; the figures of its `done` line.
+    /// Finished, with the figures of its `done` line.
     Done(Value),
-    /// It was interrupted after this step, and saved.
+    /// Interrupted after this step, and saved.
     Interrupted(u64),
 }
 
 impl TrainingRun {
-    /// A new run of `recipe` into the folder `out`.
+    /// A new run of `recipe` in the folder `out`.
     ///
     /// # Errors
     /// If the folder cannot be written, or holds a run already.
@@ -74,11 +75,11 @@ impl TrainingRun {
         Ok(Self::new(recipe, RunFolder::create(out)?, None, origin))
     }
 
-    /// Goes on with the run in `out`, its recipe changed by `change`.
+    /// Resumes the run in `out`, with its recipe changed by `change`.
     ///
     /// # Errors
-    /// If there is no run, it cannot be read, its data or tokenizer has changed since it began and `allow_changed_data`
-    /// does not say that this is wanted, and whatever `change` gives.
+    /// If there is no run, it cannot be read, or its data or tokenizer changed without
+    /// `allow_changed_data`; and any error of `change`.
     pub fn resume(
         out: &Path,
         allow_changed_data: bool,
@@ -86,7 +87,7 @@ impl TrainingRun {
     ) -> Result<Self, Failure> {
         let (folder, mut state) = checkpoint::resume(out)?;
         if let Some(Origin { data, corpora, tokenizer }) = &state.origin {
-            // By their full paths: the run may go on from another folder than it began in.
+            // Full paths: the working directory may differ when the run resumes.
             let path = |inputs: &Inputs| inputs.path.display().to_string();
             if let Some(data) = data {
                 state.recipe.data.source = path(data);
@@ -100,24 +101,24 @@ impl TrainingRun {
         state.recipe = change(state.recipe)?;
         let moved = |failure: Failure| {
             Failure::new(format!(
-                "{failure}; if it was moved, say so: --resume --set source=PATH or --set tokenizer=PATH"
+                "{failure}; if it was moved, give its new path: --resume --set source=PATH or --set tokenizer=PATH"
             ))
         };
         let origin = Origin::of(&state.recipe, state.origin.as_ref()).map_err(moved)?;
         let changes = state.origin.as_ref().map_or_else(Vec::new, |then| then.changes(&origin));
         if !changes.is_empty() && !allow_changed_data {
             let (shown, changes) = (out.display(), changes.join("; "));
-            return Err(Failure::new(format!("{shown}: {changes}; --allow-changed-data goes on all the same")));
+            return Err(Failure::new(format!("{shown}: {changes}; --allow-changed-data resumes anyway")));
         }
         Ok(Self::new(state.recipe.clone(), folder, Some(state), origin))
     }
 
-    /// Whether there is a checkpoint in `out` to go on from.
+    /// Whether `out` has a checkpoint to resume from.
     pub fn is_begun(out: &Path) -> bool {
         !checkpoints(out).is_empty()
     }
 
-    /// The figures of the run in `out`, if it is done.
+    /// The figures of the run in `out`, if it is finished.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -139,25 +140,25 @@ impl TrainingRun {
         Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb, ranks, begun }
     }
 
-    /// Shown in this way.
+    /// Sets the view.
     pub fn with_view(mut self, view: View) -> Self {
         self.view = view;
         self
     }
 
-    /// Stopped, and saved, when `interrupter` says so.
+    /// Stops and saves when `interrupter` says so.
     pub fn with_interrupter(mut self, interrupter: Interrupter) -> Self {
         self.interrupter = interrupter;
         self
     }
 
-    /// On a device of this name, by this command, for the run's record.
+    /// Sets device name and command line for the record.
     pub fn with_record(mut self, device: String, command: Vec<String>) -> Self {
         (self.device, self.command) = (device, command);
         self
     }
 
-    /// Told of at Weights & Biases, in a project.
+    /// Logs to a Weights & Biases project.
     pub fn with_wandb(mut self, project: Option<String>) -> Self {
         self.wandb = project;
         self
@@ -174,12 +175,12 @@ impl TrainingRun {
         (self.ranks.rank(), self.ranks.local())
     }
 
-    /// What is trained for.
+    /// The task.
     pub fn task(&self) -> TaskName {
         self.recipe.task
     }
 
-    /// Where the run is kept.
+    /// The run's folder.
     pub fn folder(&self) -> PathBuf {
         self.folder.path().to_path_buf()
     }
@@ -218,7 +219,7 @@ impl TrainingRun {
         let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device, &ranks);
         let (trainer, best) = match prepared {
             Ok(prepared) => prepared,
-            // It was stopped while tokens were made, which stay.
+            // Interrupted during tokenization, whose results stay cached.
             Err(_) if interrupter.should_stop() => {
                 folder.forget_if_empty();
                 return Ok(Outcome::Interrupted(resumed_at.unwrap_or(0)));
@@ -233,7 +234,7 @@ impl TrainingRun {
         let wandb = wandb.inspect_err(|_| folder.forget_if_empty())?;
         record.write(folder.path(), resumed_at)?;
         if view != View::Dashboard {
-            describe(&trainer, &folder);
+            describe(&trainer, &folder)?;
         }
         let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
         let finished = views::run(&mut session, view, &record, (folder.path(), wandb), interrupter)?;
@@ -243,7 +244,7 @@ impl TrainingRun {
             chart::draw_confusions(folder.path(), report)?;
         }
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
-            eprintln!("\non the test data, read once:\n\n{report}\n");
+            eprintln!("\ntest results:\n\n{report}\n");
         }
         let summary = session.summary();
         if finished {
@@ -257,7 +258,7 @@ impl TrainingRun {
     }
 }
 
-/// Reads data and, where there is one, the last checkpoint.
+/// Reads the data and, if any, the last checkpoint.
 fn prepare<B: Backend>(
     recipe: Recipe,
     folder: &RunFolder,
@@ -274,11 +275,11 @@ fn prepare<B: Backend>(
         trainer.check_sample()?;
         return Ok((trainer, None));
     };
-    // A run that ended between its last checkpoint and its figures has those to come.
+    // It was interrupted between its last checkpoint and its figures.
     let figures_lack = state.step == recipe.training.steps && !folder.path().join(DONE).exists();
     if state.step >= recipe.training.steps && !figures_lack {
         let (shown, step) = (folder.path().display(), state.step);
-        return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
+        return Err(Failure::new(format!("{shown} is already at step {step}: raise --steps")));
     }
     let checkpoint = folder.checkpoint(state.step);
     let task = recipe.task_of(&checkpoint, &mut watch)?;
@@ -308,8 +309,8 @@ fn begin<B: Backend>(
     Ok(collective)
 }
 
-/// Says what is about to happen.
-fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) {
+/// Announces the run.
+fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) -> Result<(), Failure> {
     let recipe = trainer.recipe();
     let config = trainer.model().config();
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
@@ -319,4 +320,10 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) {
         ranks => format!(" on {ranks} ranks"),
     };
     eprintln!("{name}: {parameters:.1}M parameters, {what} from step {step}{ranks}; into {out}");
+    if let Task::Chat(chat) = trainer.task() {
+        let colour = std::io::stderr().is_terminal();
+        let what = if colour { "in green" } else { "in [[double brackets]]" };
+        eprintln!("the first example, with what the model learns to write {what}:\n\n{}\n", chat.preview(colour)?);
+    }
+    Ok(())
 }

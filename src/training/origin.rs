@@ -1,4 +1,4 @@
-//! The data and the tokenizer that a run began with, so that it does not go on with others unawares.
+//! The data and tokenizer at the start of a run, to notice when they change.
 
 use std::path::Path;
 
@@ -9,20 +9,21 @@ use crate::failure::Failure;
 use crate::recipe::schema::{EMBEDDED, Recipe};
 use crate::token_cache::inputs;
 
-/// What a run learns from.
+/// The inputs of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
-    /// The data; none where it is in the program itself.
+    /// The data; none if it is embedded.
     pub data: Option<Inputs>,
-    /// The texts of a mixture, in the order of the recipe.
+    /// The corpora of a mixture, in the recipe's order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub corpora: Vec<Inputs>,
-    /// The tokenizer; none where the run makes its own.
+    /// The tokenizer; none if the run trains its own.
     pub tokenizer: Option<Inputs>,
 }
 
 impl Origin {
-    /// Of the files that `recipe` names, as they are now. Those that look as in `known` are not read again.
+    /// The files named by `recipe`, in their current state. Files that look as in `known` are not
+    /// hashed again.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -41,7 +42,7 @@ impl Origin {
         })
     }
 
-    /// What differs now, in words; nothing where all is as it was.
+    /// The differences to `now`, in words.
     pub fn changes(&self, now: &Self) -> Vec<String> {
         let single = [("data", &self.data, &now.data), ("tokenizer", &self.tokenizer, &now.tokenizer)];
         let single = single.into_iter().filter_map(|(name, then, now)| change(name, then.as_ref(), now.as_ref()));
@@ -57,12 +58,12 @@ fn change(name: &str, then: Option<&Inputs>, now: Option<&Inputs>) -> Option<Str
         (Some(then), Some(now)) if then.sha256 == now.sha256 => None,
         (None, None) => None,
         (Some(then), Some(now)) if then.path == now.path => Some(format!(
-            "the {name} in {} is not what it was (sha256 {:.12}, now {:.12})",
+            "the {name} in {} changed (sha256 was {:.12}, is {:.12})",
             shown(Some(now)),
             then.sha256,
             now.sha256
         )),
-        _ => Some(format!("the {name} was {} and is now {}", shown(then), shown(now))),
+        _ => Some(format!("the {name} changed from {} to {}", shown(then), shown(now))),
     }
 }
 
@@ -84,7 +85,7 @@ mod tests {
         fs::write(&a, "two").expect("writable");
         let changes = then.changes(&of(&a));
         assert!(
-            changes.len() == 1 && changes[0].contains("a.txt") && changes[0].contains("is not what it was"),
+            changes.len() == 1 && changes[0].contains("a.txt") && changes[0].contains("changed (sha256 was"),
             "{changes:?}"
         );
         let changes = then.changes(&Origin::default());

@@ -1,4 +1,4 @@
-//! A run from its first step to its last: when to read the device, validate, save and stop.
+//! The training loop: when to read losses, validate, save and stop.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -15,17 +15,17 @@ use crate::process_memory::process_memory;
 use crate::recipe::schema::TrainingRecipe;
 use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::scores::ClassificationReport;
-use crate::tasks::validation::{Judged, Validation};
+use crate::tasks::validation::{Validation, ValidationOutput};
 use crate::training::checkpoint::{self, Best, RunState};
 use crate::training::events::{Event, MemoryUse, Sink, add_scores};
 use crate::training::origin::Origin;
 use crate::training::trainer::{StepOutput, Trainer, read_steps};
 use crate::training::watchdog::Watchdog;
 
-/// Losses are read from the device once in this time, or after this many steps, whichever is sooner.
+/// Losses are read from the device at this interval, or after this many steps, whichever is sooner.
 const READ_EVERY: (Duration, usize) = (Duration::from_millis(500), 100);
 
-/// Steps whose mean is the training loss of a run's summary.
+/// Number of steps averaged for the summary's training loss.
 const SUMMARY_STEPS: usize = 50;
 
 /// A run in progress.
@@ -50,7 +50,7 @@ pub(crate) struct Session<B: Backend> {
 }
 
 impl<B: Backend> Session<B> {
-    /// A session that goes on from where `trainer` is. `begun` is when the user began to wait.
+    /// A session that continues from `trainer`'s step. `begun` is when the user started to wait.
     pub(crate) fn new(
         trainer: Trainer<B>,
         folder: RunFolder,
@@ -96,7 +96,7 @@ impl<B: Backend> Session<B> {
         self.trainer.recipe().valid_every()
     }
 
-    /// Trains to the last step; `false` if interrupted before, with a checkpoint saved.
+    /// Trains to the last step. Returns `false` if interrupted earlier, with a checkpoint saved.
     pub(crate) fn run(&mut self, interrupter: &Interrupter, sink: &mut impl Sink) -> Result<bool, Failure> {
         let steps = self.steps();
         self.flushed = Instant::now();
@@ -128,7 +128,7 @@ impl<B: Backend> Session<B> {
                 let patience = self.training().patience;
                 let since = self.best.map_or(0, |best| best.without_improvement);
                 if patience > 0 && since >= patience && !last {
-                    let text = format!("no better validation in {patience}: training ends here, as patience asks");
+                    let text = format!("no improvement in {patience}: stopping early (patience)");
                     sink.tell(&Event::Warned { step, text })?;
                     self.stopped_early = true;
                     last = true;
@@ -145,7 +145,7 @@ impl<B: Backend> Session<B> {
                 break;
             }
             if self.pending.is_empty() {
-                // Validations and checkpoints do not count as training.
+                // Validations and checkpoints do not count as training time.
                 self.flushed = Instant::now();
             }
         }
@@ -159,7 +159,7 @@ impl<B: Backend> Session<B> {
         Ok(true)
     }
 
-    /// Judges the best model on the test data, where the task has such: once, when all choices are made.
+    /// Tests the best model, if the task has test data: once, at the end.
     fn test(&mut self) -> Result<(), Failure> {
         if !self.trainer.task().has_test() {
             return Ok(());
@@ -175,29 +175,29 @@ impl<B: Backend> Session<B> {
         Ok(())
     }
 
-    /// How the best model did on the test data, where the task has such.
+    /// The test report of the best model, if the task has test data.
     pub(crate) fn test_report(&self) -> Option<&ClassificationReport> {
         self.test.as_ref()
     }
 
-    /// What a failure leaves behind.
+    /// Cleans up after a failure.
     fn kept(&self, failure: Failure) -> Failure {
         let (step, out) = (self.trainer.step(), self.folder.path().display());
         match step {
             0 => failure,
-            _ => {
-                Failure::new(format!("{failure}; saved at step {step}: go on with fireclay train --resume --out {out}"))
-            }
+            _ => Failure::new(format!(
+                "{failure}; saved at step {step}: resume with fireclay train --resume --out {out}"
+            )),
         }
     }
 
-    /// Tells a view that begins late of the best validation so far.
+    /// Tells a resumed run's views of the best validation so far.
     fn tell_best(&self, sink: &mut impl Sink) -> Result<(), Failure> {
         let Some(Best { step, validation: Validation { loss, scores }, .. }) = self.best else { return Ok(()) };
         sink.tell(&Event::Validated { step, loss, perplexity: self.perplexity(loss), scores })
     }
 
-    /// Reads the losses of the steps since the last time, in one go, and tells them.
+    /// Reads the losses of the steps since the last read, at once, and reports them.
     fn flush(&mut self, sink: &mut impl Sink) -> Result<(), Failure> {
         let pending = std::mem::take(&mut self.pending);
         if pending.is_empty() {
@@ -208,7 +208,7 @@ impl<B: Backend> Session<B> {
         let tokens: usize = pending.iter().map(|output| output.tokens).sum();
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64().max(1e-9);
         if self.first_step_seconds.is_none() {
-            // Compilation and warm-up are told apart from speed.
+            // Compilation and warm-up do not count as speed.
             self.first_step_seconds = Some(self.begun.elapsed().as_secs_f64());
         } else {
             self.trained = (self.trained.0 + tokens, self.trained.1 + elapsed);
@@ -241,13 +241,13 @@ impl<B: Backend> Session<B> {
         self.log(&lines)
     }
 
-    /// Read on the thread that trains: a device's allocator counts for the thread that asks.
+    /// Read on the training thread: a device's allocator is per thread.
     fn memory(&self) -> MemoryUse {
         let device = if B::is_synchronous() { None } else { B::memory(&self.device) };
         MemoryUse { device, host: process_memory().map(|memory| memory.in_use) }
     }
 
-    /// `e` to the loss, where that is of a language.
+    /// Perplexity, for language tasks.
     fn perplexity(&self, loss: f64) -> Option<f64> {
         (!self.trainer.task().has_scores()).then(|| loss.exp())
     }
@@ -259,7 +259,7 @@ impl<B: Backend> Session<B> {
 
     fn diverged(&self, step: u64, loss: f64, gradient_norm: f64, learning_rate: f64) -> Failure {
         let kept = match self.folder.checkpoints().last() {
-            Some((_, path)) => format!("the last good checkpoint is {}", path.display()),
+            Some((_, path)) => format!("the last checkpoint before it is {}", path.display()),
             None => "there is no checkpoint yet".to_string(),
         };
         let cause = if loss.is_finite() {
@@ -277,10 +277,10 @@ impl<B: Backend> Session<B> {
         ))
     }
 
-    /// Validates, and says whether this is the best so far.
+    /// Validates. Returns whether this is the best result so far.
     fn validate(&mut self, step: u64, sink: &mut impl Sink) -> Result<bool, Failure> {
         let tokens = self.training().valid_tokens;
-        let Judged { validation, confusions } = self.trainer.judge(tokens)?;
+        let ValidationOutput { validation, confusions } = self.trainer.evaluate(tokens)?;
         let Validation { loss, scores } = validation;
         if !loss.is_finite() {
             return Err(self.diverged(
@@ -300,7 +300,7 @@ impl<B: Backend> Session<B> {
             match self.trainer.sample(&prompt, sample_tokens) {
                 Ok(Some(text)) => self.tell(&Event::Sampled { step, text }, sink)?,
                 Ok(None) => {}
-                // A sample is for show: the run goes on without it.
+                // The run continues without a sample.
                 Err(failure) => self.tell(&Event::Warned { step, text: format!("no sample: {failure}") }, sink)?,
             }
         }
@@ -313,7 +313,7 @@ impl<B: Backend> Session<B> {
         Ok(improved)
     }
 
-    /// Tells an event, and keeps it.
+    /// Reports and stores an event.
     fn tell(&mut self, event: &Event, sink: &mut impl Sink) -> Result<(), Failure> {
         sink.tell(event)?;
         self.log(&format!("{}\n", event.to_json()))
@@ -331,7 +331,7 @@ impl<B: Backend> Session<B> {
         Ok(())
     }
 
-    /// The share of the training's time that was spent on waiting for batches.
+    /// The share of training time spent waiting for batches.
     fn data_wait_share(&self) -> f64 {
         self.trainer.waited_for_data().as_secs_f64() / self.trained.1.as_secs_f64().max(1e-9)
     }

@@ -1,4 +1,4 @@
-//! A model, its optimizer and its data: one step, one validation.
+//! A model, its optimizer and its data: training steps and validation.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,23 +10,23 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, Collective, RandomKey, backward, compile_ahead};
-use fireclay_model::{ModelFolder, Transformer};
+use fireclay_model::{AdapterSaver, ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::precision::Precision;
-use crate::recipe::schema::{Recipe, Reduce};
+use crate::recipe::{AdapterKind, Recipe, Reduce};
 use crate::tasks::counts::TargetCounts;
-use crate::tasks::{Batch, ClassificationReport, Judged, Task, Validation};
+use crate::tasks::{Batch, ClassificationReport, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
 use crate::training::optim::{Optimizer, ParameterGradients, Settings, Sharding};
 use crate::training::parallel::{Command, Ranks};
 
-/// Everything that a training step changes, and what it reads.
+/// The state and data of training.
 pub struct Trainer<B: Backend> {
     recipe: Recipe,
     task: Arc<Task>,
-    /// Those of the coming steps, from the first that is asked for.
+    /// Prefetched batches, from the first one requested.
     batches: Option<Batches>,
     model: Transformer<Autodiff<B>>,
     optimizer: Optimizer<B>,
@@ -35,7 +35,7 @@ pub struct Trainer<B: Backend> {
     /// Who else trains this model, and what they exchange tensors through.
     ranks: Ranks,
     collective: Collective,
-    /// Bytes in use at the most, where somebody asked.
+    /// Peak memory in bytes, if watched.
     peak_memory: Option<u64>,
     /// Whether the kernels of a step were compiled ahead of the first one.
     compiled: bool,
@@ -43,43 +43,44 @@ pub struct Trainer<B: Backend> {
 
 type Gradients<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
-/// What a step gives, still on the device.
+/// The results of a step, still on the device.
 pub struct StepOutput<B: Backend> {
-    /// Which step it was, counted from zero.
+    /// The step, counted from zero.
     pub step: u64,
     /// Its learning rate.
     pub learning_rate: f64,
-    /// Targets that all ranks learnt from.
+    /// Number of targets, of all ranks.
     pub tokens: usize,
     loss: Tensor<B, 1>,
     gradient_norm: Tensor<B, 1>,
 }
 
 impl<B: Backend> StepOutput<B> {
-    /// The loss before the step, nats a target; waits for the device.
+    /// The loss before the update, in nats per target; waits for the device.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn loss(&self) -> Result<f64, Failure> {
         Ok(read_scalars(vec![self.loss.clone()])?[0])
     }
 }
 
-/// Losses and gradient norms of several steps in one read from the device.
+/// Losses and gradient norms of several steps, in one read from the device.
 ///
 /// # Errors
-/// If the device failed.
+/// If the device fails.
 pub fn read_steps<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<(f64, f64)>, Failure> {
     let pairs = steps.iter().flat_map(|step| [step.loss.clone(), step.gradient_norm.clone()]);
     Ok(read_scalars(pairs.collect())?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
 }
 
 impl<B: Backend> Trainer<B> {
-    /// A model for `task` on `device`: the one that the recipe begins from, or a fresh one drawn from its seed.
+    /// Creates a model for `task` on `device`: initialized from the recipe's model, or from its
+    /// seed.
     ///
     /// # Errors
-    /// If the recipe contradicts itself, or asks for a precision that the device lacks, or for a model to begin from
-    /// that cannot be read or does not suit the task.
+    /// If the recipe contradicts itself, the device lacks its precision, or its initial model
+    /// cannot be read or does not suit the task.
     pub fn new(recipe: &Recipe, task: Task, device: B::Device) -> Result<Self, Failure> {
         Self::of_rank(recipe, task, device, Ranks::only(), Collective::only())
     }
@@ -95,16 +96,21 @@ impl<B: Backend> Trainer<B> {
     ) -> Result<Self, Failure> {
         let recipe = recipe.clone().sized_for(&task);
         let model = match &recipe.init {
-            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, &device)?,
+            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, None, &device)?,
+            None if recipe.training.adapter == AdapterKind::Lora => {
+                return Err(Failure::usage(
+                    "training.adapter is lora: an adapter needs a model to be on, --init MODEL",
+                ));
+            }
             None => recipe.model_config()?.init(recipe.training.seed, &device)?,
         };
         Self::with_model_of_rank(&recipe, task, model, device, (ranks, collective))
     }
 
-    /// A given model.
+    /// Trains a given model.
     ///
     /// # Errors
-    /// If the recipe asks for a precision that the device lacks.
+    /// If the device lacks the recipe's precision.
     pub fn with_model(
         recipe: &Recipe,
         task: Task,
@@ -152,29 +158,30 @@ impl<B: Backend> Trainer<B> {
         })
     }
 
-    /// Goes on from a checkpoint's step and optimizer.
+    /// Restores step and optimizer of a checkpoint.
     pub(crate) fn restore(&mut self, step: u64, optimizer: Optimizer<B>) {
         (self.step, self.optimizer, self.batches) = (step, optimizer, None);
     }
 
-    /// The model as it is. In bf16 it has copies of its matrices, which operations read: whoever changes the parameters of a
-    /// clone takes the copies out first ([`Transformer::take_copies`]). Of several ranks each has the parameters of which there are
-    /// copies as [`validate`](Self::validate) and [`save`](Self::save) left them, and those that it updates.
+    /// The current model. In bf16 it has copies of its matrices, which operations read: to change
+    /// the parameters of a clone, take the copies out first ([`Transformer::take_copies`]).
+    /// With several ranks each has its own part of such parameters up to date, and the others as of the
+    /// last [`validate`](Self::validate) or [`save`](Self::save).
     pub fn model(&self) -> &Transformer<Autodiff<B>> {
         &self.model
     }
 
-    /// The optimizer as it is.
+    /// The current optimizer.
     pub fn optimizer(&self) -> &Optimizer<B> {
         &self.optimizer
     }
 
-    /// What the model is trained for, and on what.
+    /// The task, with its data.
     pub fn task(&self) -> &Task {
         &self.task
     }
 
-    /// The recipe, which knows the sizes that the task's data asks for.
+    /// The recipe, sized for the task's data.
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
     }
@@ -184,15 +191,15 @@ impl<B: Backend> Trainer<B> {
         self.collective.rank().ranks
     }
 
-    /// Steps taken.
+    /// Completed steps.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// One optimizer step over the `batch_size * accumulation` rows that the task has for it, which are made ahead.
+    /// One optimizer step over the next `batch_size * accumulation` rows, which are prefetched.
     ///
     /// # Errors
-    /// If the data is in files that cannot be read any more.
+    /// If the data's files cannot be read any more.
     pub fn train_step(&mut self) -> Result<StepOutput<B>, Failure> {
         self.ranks.tell(&Command::Step);
         let mut batches = match self.batches.take() {
@@ -204,15 +211,15 @@ impl<B: Backend> Trainer<B> {
         Ok(self.train_on(batch))
     }
 
-    /// Time that steps spent on waiting for their batches.
+    /// Time that steps spent waiting for batches.
     pub fn waited_for_data(&self) -> Duration {
         self.batches.as_ref().map_or(Duration::ZERO, Batches::waited)
     }
 
-    /// Checks before the first step what samples would fail on at each validation.
+    /// Checks before the first step that samples can be generated.
     ///
     /// # Errors
-    /// If the prompt for samples holds what the vocabulary lacks, or fills the context.
+    /// If the sample prompt has tokens outside the vocabulary, or fills the context.
     pub(crate) fn check_sample(&self) -> Result<(), Failure> {
         let training = &self.recipe.training;
         match &*self.task {
@@ -223,18 +230,18 @@ impl<B: Backend> Trainer<B> {
         }
     }
 
-    /// Text that the model writes now, after a prompt or where that is empty from the beginning of a text; none from a task without
-    /// text.
+    /// Generates text after a prompt or, if it is empty, from the start of a document; `None` for
+    /// tasks without text.
     ///
     /// # Errors
-    /// If the prompt holds what the vocabulary lacks, or the device fails.
+    /// If the prompt has tokens outside the vocabulary, or the device fails.
     pub fn sample(&self, prompt: &str, tokens: usize) -> Result<Option<String>, Failure> {
         let Task::Language(language) = &*self.task else { return Ok(None) };
         language.sample(self.model.valid(), prompt, tokens, self.recipe.training.seed, &self.device).map(Some)
     }
 
-    /// One optimizer step over `batch`, in `accumulation` parts; nothing is read from the device. Of several ranks each is given the
-    /// whole batch.
+    /// One optimizer step over `batch`, in `accumulation` parts; reads nothing from the device. Each of
+    /// several ranks is given the whole batch.
     pub fn train_on(&mut self, batch: impl Into<Batch>) -> StepOutput<B> {
         let batch: Batch = batch.into();
         let training = self.recipe.training.clone();
@@ -246,12 +253,12 @@ impl<B: Backend> Trainer<B> {
         let rank = self.collective.rank();
         for (part, share) in batch.share(training.accumulation, rank).into_iter().enumerate() {
             let Some(batch) = share.batch else { continue };
-            self.model.set_dropout_from(Some(key.fold(part as u64)), share.first_row);
+            self.model.set_dropout_from(Some(key.fold(part as u64)), share.first_row * batch.seq_length());
             if !std::mem::replace(&mut self.compiled, true) {
                 let device = self.device.clone();
-                compile_ahead::<B>(&device, || drop(self.learn_from(&batch, whole, None)));
+                compile_ahead::<B>(&device, || drop(self.forward_backward(&batch, whole, None)));
             }
-            let (part_loss, of_parts) = self.learn_from(&batch, whole, gradients);
+            let (part_loss, of_parts) = self.forward_backward(&batch, whole, gradients);
             gradients = Some(of_parts);
             loss = Some(match loss {
                 Some(sum) => sum + part_loss,
@@ -279,7 +286,15 @@ impl<B: Backend> Trainer<B> {
             None if rank.ranks == 1 || tokens == 0 => (zero(), loss),
             gradients => {
                 let gradients = match gradients {
-                    Some(gradients) => ParameterGradients::take(&self.model, gradients),
+                    Some(mut gradients) => {
+                        self.model.mask_adapter_gradients(|parameter, mask| {
+                            let value = parameter.val();
+                            if let Some(gradient) = value.grad_remove(&mut gradients) {
+                                value.grad_replace(&mut gradients, gradient * mask.clone().inner());
+                            }
+                        });
+                        ParameterGradients::take(&self.model, gradients)
+                    }
                     None => ParameterGradients::none(&self.model),
                 };
                 self.optimizer.update(&mut self.model, gradients, settings, loss)
@@ -289,9 +304,9 @@ impl<B: Backend> Trainer<B> {
         StepOutput { step: self.step - 1, learning_rate, tokens, loss, gradient_norm }
     }
 
-    /// The loss of a part of a batch whose targets are `whole`, by which it counts, so that those of all parts add up to the mean over the batch; and
-    /// its gradients, added to those of `earlier` parts.
-    fn learn_from(
+    /// The loss of a part of a batch with targets `whole`, scaled so that the losses of all parts
+    /// sum to the batch's mean, and its gradients, added to those of `earlier` parts.
+    fn forward_backward(
         &mut self,
         part: &Batch,
         whole: TargetCounts,
@@ -319,27 +334,28 @@ impl<B: Backend> Trainer<B> {
         (loss.inner(), gradients)
     }
 
-    /// From here on notes how much of the device's memory is in use, behind each forward pass and before each update: the host waits for
-    /// that, so it is not for training at speed.
+    /// Tracks peak device memory from here on, after each forward pass and before each update. The
+    /// host waits for each reading: not for training at full speed.
     pub fn watch_memory(&mut self) {
         self.peak_memory = Some(0);
     }
 
-    /// Bytes in use at the most since [`watch_memory`](Self::watch_memory), where the device tells.
+    /// Peak bytes since [`watch_memory`](Self::watch_memory), if the device reports them.
     pub fn peak_memory(&self) -> Option<u64> {
         self.peak_memory.filter(|bytes| *bytes > 0)
     }
 
-    /// How the model does on held-out data: about `tokens` of a language's, all of the utterances.
+    /// Validates: on about `tokens` held-out tokens of a language task, on all utterances
+    /// otherwise.
     ///
     /// # Errors
     /// If the device failed.
     pub fn validate(&mut self, tokens: usize) -> Result<Validation, Failure> {
-        Ok(self.judge(tokens)?.validation)
+        Ok(self.evaluate(tokens)?.validation)
     }
 
     /// As [`validate`](Self::validate), with what it was about.
-    pub(crate) fn judge(&mut self, tokens: usize) -> Result<Judged, Failure> {
+    pub(crate) fn evaluate(&mut self, tokens: usize) -> Result<ValidationOutput, Failure> {
         self.ranks.tell(&Command::Judge { tokens });
         self.optimizer.complete(&mut self.model);
         self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device, &self.collective)
@@ -365,7 +381,8 @@ impl<B: Backend> Trainer<B> {
         self.optimizer.complete(&mut self.model);
     }
 
-    /// Writes the model as it is into a folder laid out as on the hub, with its tokenizer and, for utterances, its labels.
+    /// Writes the current model to a folder in the hub's layout, with tokenizer and, for
+    /// utterances, labels.
     ///
     /// # Errors
     /// If the file system refuses.
@@ -377,20 +394,29 @@ impl<B: Backend> Trainer<B> {
     /// [`save`](Self::save) of a model that is complete.
     pub(crate) fn write(&self, folder: &Path) -> Result<(), Failure> {
         std::fs::create_dir_all(folder).map_err(Failure::io(folder))?;
-        ModelFolder::new(folder).save(&self.model.valid())?;
+        let model = self.model.valid();
+        match (&self.recipe.init, self.recipe.training.adapter) {
+            (Some(base), AdapterKind::Lora) => {
+                let (family, config) = ModelFolder::new(base).config()?;
+                let new_tokens = model.config().vocab_size != config.vocab_size || self.task.initial_rows().is_some();
+                let config = self.recipe.lora_config(base, family, model.config(), new_tokens);
+                AdapterSaver { family, config: &config }.save(&model, folder)?;
+            }
+            _ => ModelFolder::new(folder).save(&model)?,
+        }
         self.task.save(folder)
     }
 
-    /// The model without gradients.
+    /// The model without autodiff.
     fn inference_model(&self) -> Transformer<B> {
         let model = self.model.valid().with_activations(self.model.activations());
         model.with_f32_products(self.model.f32_products())
     }
 
-    /// How `model`, or the one in training where there is none, does on the test data, where the task has such.
+    /// The test report of `model`, or of the current model, if the task has test data.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<ClassificationReport>, Failure> {
         if !self.task.has_test() {
             return Ok(None);
@@ -399,7 +425,7 @@ impl<B: Backend> Trainer<B> {
     }
 }
 
-/// Notes how much of the device's memory is in use, where somebody asked.
+/// Records current device memory, if watched.
 fn note_memory<B: Backend>(peak: &mut Option<u64>, device: &B::Device) {
     if let Some(peak) = peak {
         *peak = B::memory(device).map_or(*peak, |memory| memory.in_use.max(*peak));

@@ -1,13 +1,13 @@
-//! What somebody should look at while a run goes on.
+//! Warns of anomalies during a run.
 
-/// Steps over which the usual gradient norm is taken.
+/// Steps over which the gradient norm is averaged.
 const USUAL: f64 = 50.0;
 /// Steps before the first warning, and between two.
 const PAUSE: u64 = 100;
-/// Times the usual from which on a gradient norm is no longer noise.
+/// Factor above the average from which a gradient norm counts as an anomaly.
 const SPIKE: f64 = 10.0;
 
-/// Looks at each step's figures.
+/// Checks each step's figures.
 #[derive(Default)]
 pub(crate) struct Watchdog {
     /// Running mean of the gradient norm.
@@ -17,7 +17,7 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// A warning, if these figures deserve one.
+    /// A warning, if these figures call for one.
     pub(crate) fn look(&mut self, loss: f64, gradient_norm: f64) -> Option<String> {
         let (usual, steps) = (self.usual, self.steps);
         self.steps += 1;
@@ -27,7 +27,9 @@ impl Watchdog {
         }
         self.warned = steps;
         let times = gradient_norm / usual;
-        Some(format!("the gradient norm is {gradient_norm:.2}, {times:.0} times the usual, at a loss of {loss:.4}"))
+        Some(format!(
+            "the gradient norm is {gradient_norm:.2}, {times:.0} times its recent level, at a loss of {loss:.4}"
+        ))
     }
 }
 

@@ -10,7 +10,7 @@ Needs no network: models have random weights, tokenizers are trained on the text
     <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
     models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
     vocab-<name>.gguf      vocabularies without a model
-    tokenizers.json        texts, and for each vocabulary the ids that the tokenizer it came from gives them
+    tokenizers.json        strings, and for each vocabulary the ids that the tokenizer it came from gives them
 """
 
 import json
@@ -138,7 +138,7 @@ def write(name, arch, model, golden, types=lambda name: T.F16, prepare=lambda wr
             continue
         values = value.float().numpy()
         own = gpt2_names(key) if arch == "gpt2" else llama_names(key)
-        # Conv1D lies [in, out].
+        # Conv1D stores [in, out].
         turned = arch == "gpt2" and ".h." in key and values.ndim == 2
         stored = values.T.copy() if turned else values
         heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
@@ -210,7 +210,7 @@ Fireclay bricks (SiO2, Al2O3) keep 1,580 degrees. def kiln(x): return x + 1  # h
 Émile's café in Zürich, naïve façade. Привет, мир! 你好，世界。こんにちは 세계 🔥🧱 ½ ² ³
 """ * 8
 
-TEXTS = [
+SAMPLES = [
     "Hello, world!", "", " ", "  two  spaces ", "It's we'll THEY'RE I'M", "1234567890 12 3,141.59", "a\n\nb\r\n\tc \n",
     "Émile's café, naïve façade", "E\u0301mile decomposed cafe\u0301", "Привет, мир!", "你好，世界。こんにちは 세계",
     "🔥🧱 fire", "def kiln(x):\n    return x + 1  # heat\n", "CamelCaseWords ALLCAPS snake_case x86_64", "½ ² ③ ٣",
@@ -326,14 +326,14 @@ def sentencepiece_tokenizer(writer):
         inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         inner.pre_tokenizer = None
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-        for text in TEXTS:
+        for text in SAMPLES:
             plain, own = model.encode(text, add_bos=True), tokenizer(text)["input_ids"]
             assert plain == own or "<s>" in text, (text, plain, own)
         return tokenizer
 
 
 def vocabularies():
-    golden = {"texts": TEXTS, "vocabularies": {}}
+    golden = {"texts": SAMPLES, "vocabularies": {}}
 
     def written(name, keys):
         writer = gguf.GGUFWriter(OUT / f"vocab-{name}.gguf", "llama")
@@ -346,9 +346,9 @@ def vocabularies():
     for name in KINDS:
         tokenizer = trained(name)
         written(name, lambda writer: bpe_keys(writer, tokenizer, name, KINDS[name]["control"]))
-        golden["vocabularies"][name] = [tokenizer(text)["input_ids"] for text in TEXTS]
+        golden["vocabularies"][name] = [tokenizer(text)["input_ids"] for text in SAMPLES]
     tokenizer = written("sentencepiece", sentencepiece_tokenizer)
-    golden["vocabularies"]["sentencepiece"] = [tokenizer(text)["input_ids"] for text in TEXTS]
+    golden["vocabularies"]["sentencepiece"] = [tokenizer(text)["input_ids"] for text in SAMPLES]
     (OUT / "tokenizers.json").write_text(json.dumps(golden, ensure_ascii=True, separators=(",", ":")) + "\n")
     return trained("qwen2")
 

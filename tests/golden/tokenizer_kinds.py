@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes tokenizer_kinds.json: tokenizers of 40 kinds, the ids that they give texts, and how texts go on behind a prompt.
+"""Writes tokenizer_kinds.json: tokenizers of 40 kinds, their ids for some strings, and how strings continue after a prompt.
 
     pip install tokenizers
     python3 tests/golden/tokenizer_kinds.py         # or: tokenizer_kinds.py OUTPUT_FILE
 
 A kind is one of the `bases` with some parts of its `tokenizer.json` replaced. `ids` are those of each text. `continued`
-are texts cut behind each of their first tokens: what is decoded of all tokens behind what is decoded of those before.
+are strings cut behind each of their first tokens: what is decoded of all tokens behind what is decoded of those before.
 """
 
 import json
@@ -20,7 +20,7 @@ TRAINED_ON = [
     "Don't heat clay too fast; it cracks. 42 bricks, 7 pots!",
     "fire water earth clay glaze ash kiln brick wheel hand",
 ]
-TEXTS = [
+SAMPLES = [
     "the king attacked", " leading space", "trailing ", "two  spaces", "line\nbreak\n\nand\ttab", "Don't stop; 42!",
     "clay", "kilnkiln", "caf\u00e9 \u706b \U0001f525 ash", "UPPER lower",
 ]
@@ -125,7 +125,7 @@ def continued(tokenizer, text):
     whole = tokenizer.decode(ids)
     for cut in range(1, min(len(ids), 6)):
         before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
-        # Some decoders put what was there before right, and some texts end within a character.
+        # Some decoders correct earlier text, and some strings end within a character.
         if whole.startswith(before) and not whole.endswith("\ufffd"):
             yield [cut, whole[len(before):]]
 
@@ -136,14 +136,14 @@ def main():
     for base, replaced in kinds():
         own = state(made[base]) | replaced
         tokenizer = Tokenizer.from_str(json.dumps(own))
-        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
-        texts = [list(continued(tokenizer, text)) for text in TEXTS]
-        cases.append({"base": base, "replaced": replaced, "ids": ids, "continued": texts})
-    print(len(cases), "kinds,", sum(len(texts) for case in cases for texts in case["continued"]), "continuations")
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in SAMPLES]
+        continuations = [list(continued(tokenizer, text)) for text in SAMPLES]
+        cases.append({"base": base, "replaced": replaced, "ids": ids, "continued": continuations})
+    print(len(cases), "kinds,", sum(len(found) for case in cases for found in case["continued"]), "continuations")
     states = {base: state(tokenizer) for base, tokenizer in made.items()}
     lines = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in cases)
     bases_ = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(own, separators=(',', ':'))}" for name, own in states.items())
-    OUT.write_text(f'{{"texts": {json.dumps(TEXTS)},\n "bases": {{\n  {bases_}}},\n "cases": [\n  {lines}]}}\n')
+    OUT.write_text(f'{{"texts": {json.dumps(SAMPLES)},\n "bases": {{\n  {bases_}}},\n "cases": [\n  {lines}]}}\n')
 
 
 main()

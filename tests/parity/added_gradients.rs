@@ -1,4 +1,4 @@
-//! Gradients that are added to those of an earlier pass.
+//! Gradients accumulated over passes.
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -17,7 +17,8 @@ backend_test!(gradients_of_a_second_pass_are_added_to_those_of_the_first_and_lea
 });
 
 backend_test!(gradients_of_large_products_are_added_to_those_of_a_pass_before::<B>(device) {
-    // So large that the products of a Hopper GPU add to what there is; elsewhere such only take long.
+    // Large enough that the products of a Hopper GPU accumulate in place; elsewhere such sizes only
+    // take long.
     let sizes = if B::name(&device).contains("cuda") { [600, 1100, 512, 1024] } else { [140, 260, 64, 136] };
     let half = half_or_single::<B>(&device);
     added_gradients_parity::<B>(&[half, DType::F32].map(|dtype| (dtype, sizes)), &device);
@@ -41,7 +42,7 @@ fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B:
             leaf(10, [1, d_model]),
         ];
         let [table, up, down, bias, gamma, late, wide, wide_bias, narrow, narrow_bias] = &weights;
-        // Each pass has other tokens, and one weight is only in the second.
+        // Each pass has other tokens, and one weight occurs only in the second.
         let loss = |pass: usize| {
             let ids: Vec<i32> = (0..tokens).map(|at| (at * at * (pass + 7) % (vocabulary - pass)) as i32).collect();
             let ids = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(ids, [1, tokens]), device);
@@ -66,7 +67,7 @@ fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B:
         };
         let gradient = |weight: &Tensor<Autodiff<B>, 2>, gradients: &_| weight.grad(gradients);
         let [first, second] = [0, 1].map(|pass| backward(loss(pass), None));
-        // Something else holds the gradients of some, and not those of the others.
+        // Some gradients are shared, others not.
         let alone = backward(loss(0), None);
         let held = [up, wide, table].map(|weight| gradient(weight, &first).expect("a gradient"));
         let before = held.clone().map(|held| values(&held));

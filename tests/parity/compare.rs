@@ -1,4 +1,4 @@
-//! Random inputs, and how close results must be.
+//! Random inputs, and tolerances of results.
 
 use burn::tensor::{DType, Tensor, TensorData};
 use fireclay_kernels::{Backend, RandomKey};
@@ -11,27 +11,27 @@ pub(crate) fn random<B: Backend, const D: usize>(seed: u64, shape: [usize; D], d
     Tensor::from_data(TensorData::new(values, shape), device)
 }
 
-/// How far a result may be from its reference, as a whole and in each row.
+/// The tolerance of a result, as a whole and per row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tolerance {
-    /// The largest relative error, `||a - b|| / ||b||`, of all rows together and of each row.
+    /// Maximum relative error, `||a - b|| / ||b||`, of all rows together and of each row.
     pub(crate) relative: f64,
-    /// What rounding leaves of numbers of order one. A row may be off by so much of an average row, since a small row may be
-    /// the difference of large numbers.
+    /// Rounding error of values of order one. A row may deviate by this share of an average row,
+    /// since a small row may be the difference of large values.
     pub(crate) rounding: f64,
-    /// The root mean square up to which a reference is rounding alone, where theory says zero.
+    /// Maximum root mean square of a reference that is only rounding, where theory says zero.
     pub(crate) zero: f64,
-    /// What an element of a row may be off by in any case.
+    /// Absolute tolerance of an element.
     pub(crate) floor: f64,
 }
 
-/// Of sums of f32: some units of the last place.
+/// For f32 sums: a few units in the last place.
 const SINGLE: f64 = 64.0 / (1 << 24) as f64;
 
 impl Tolerance {
     /// For results in `dtype`.
     pub(crate) fn new(relative: f64, dtype: DType) -> Self {
-        // Numbers of 16 bits are summed in f32: they are rounded a few times only.
+        // 16-bit values are summed in f32 and rounded only a few times.
         let rounding = match dtype {
             DType::BF16 => 16.0 * 2f64.powi(-9),
             DType::F16 => 16.0 * 2f64.powi(-12),
@@ -40,17 +40,18 @@ impl Tolerance {
         Self { relative, rounding, zero: SINGLE, floor: 0.0 }
     }
 
-    /// For results of which some rows, or all, are zero in theory: of inputs and upstream gradients of order one.
+    /// For results with rows that are zero in theory, from inputs and upstream gradients of order
+    /// one.
     pub(crate) fn or_zero(self) -> Self {
         Self { zero: self.rounding, floor: self.rounding, ..self }
     }
 
-    /// The same for numbers whose errors may be so many times larger.
+    /// With errors this many times larger.
     pub(crate) fn times(self, factor: f64) -> Self {
         Self { relative: self.relative * factor, rounding: self.rounding * factor, ..self }
     }
 
-    /// At least so large an error.
+    /// With at least this error.
     pub(crate) fn at_least(self, relative: f64) -> Self {
         Self { relative: self.relative.max(relative), ..self }
     }
@@ -63,7 +64,7 @@ impl From<f64> for Tolerance {
     }
 }
 
-/// How far f32 results may be from the reference's: on CUDA the reference's products are Burn's, which run in TF32.
+/// The tolerance of f32 results: on CUDA the reference uses Burn's products, which run in TF32.
 pub(crate) fn tolerance<B: Backend>(device: &B::Device) -> Tolerance {
     if B::name(device).contains("cuda") {
         Tolerance { rounding: 8.0 * 2f64.powi(-12), ..Tolerance::from(5e-3) }
@@ -82,7 +83,7 @@ fn error_and_norm(a: &[f32], b: &[f32]) -> [f64; 2] {
     [norm(differences), norm(b.iter().copied().map(f64::from))]
 }
 
-/// `||a - b|| / ||b||`; infinite where `b` is zero and `a` is not, or a number is missing.
+/// `||a - b|| / ||b||`; infinite if `b` is zero and `a` is not, or if a value is NaN.
 pub(crate) fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len(), "sizes differ");
     let [error, norm] = error_and_norm(a, b);
@@ -93,7 +94,7 @@ pub(crate) fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     if relative.is_nan() { f64::INFINITY } else { relative }
 }
 
-/// Why `a`, in rows of `columns`, is not as close to `b` as it has to be.
+/// Why `a`, in rows of `columns`, is not close enough to `b`.
 pub(crate) fn difference(a: &[f32], b: &[f32], columns: usize, tolerance: Tolerance) -> Option<String> {
     assert_eq!(a.len(), b.len(), "sizes differ");
     if a == b {
@@ -101,13 +102,13 @@ pub(crate) fn difference(a: &[f32], b: &[f32], columns: usize, tolerance: Tolera
     }
     let Tolerance { relative, rounding, zero, floor } = tolerance;
     let [error, norm] = error_and_norm(a, b);
-    // NaN is neither within a bound nor above it, and must not pass.
+    // NaN compares false with every bound, and must not pass.
     let within = |error: f64, bound: f64| error <= bound;
     let elements = |count: usize| (count as f64).sqrt();
-    // Of an element.
+    // Per element.
     let typical = norm / elements(b.len());
     if typical <= zero {
-        // The reference is rounding alone, and so is this, of whatever size.
+        // Both are only rounding.
         let bound = 4.0 * zero * elements(b.len());
         return (!within(error, bound)).then(|| format!("error {error:.2e} above {bound:.2e}, of zeros"));
     }
@@ -130,7 +131,7 @@ pub(crate) fn values<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Vec<f
     tensor.to_data().iter::<f32>().collect()
 }
 
-/// Asserts that two tensors of one shape are close, as a whole and in each row of their last axis.
+/// Asserts that two tensors of one shape are close, as a whole and per row of their last axis.
 #[track_caller]
 pub(crate) fn assert_close<B: Backend, const D: usize>(
     what: &str,

@@ -1,4 +1,5 @@
-//! What the tests of the operations share: inputs under other strides, dtypes, and the comparison with the reference.
+//! Shared parts of the operations' tests: strided inputs, dtypes, and comparison with the
+//! reference.
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
@@ -7,26 +8,28 @@ use fireclay_kernels::Backend;
 use crate::compare::{Tolerance, assert_close, random, tolerance};
 use crate::skip::skip;
 
-/// The same values under strides of a transposed tensor.
+/// The same values with the strides of a transposed tensor.
 pub(crate) fn strided<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let mut order: Vec<isize> = (0..D as isize).collect();
     order.swap(D - 2, D - 1);
     let order: [isize; D] = order.try_into().expect("D axes");
     let dims = x.dims();
-    // Through the host, or a lazy backend might see that nothing has changed.
+    // Through the host, since a lazy backend might undo the transposition.
     let swapped = x.permute(order).into_data();
     let swapped = Tensor::<B, D>::from_data(swapped, &Default::default()).permute(order);
     assert_eq!(swapped.dims(), dims);
     swapped
 }
 
-/// A gradient of an output: numbers of order one of either sign, none near zero, also where it is a single number.
+/// An upstream gradient: values of order one of either sign, none near zero, also for a single
+/// value.
 pub(crate) fn upstream<B: Backend, const D: usize>(shape: [usize; D], device: &B::Device) -> Tensor<B, D> {
     let x = random::<B, D>(99, shape, device);
     x.clone() + x.sign() * 0.5
 }
 
-/// Output, then the gradient of each input for a gradient of the output of order one, all in f32; computed in `dtype`.
+/// The output, then the gradient of each input for an upstream gradient of order one, all in f32;
+/// computed in `dtype`.
 pub(crate) fn with_gradients<B: Backend, const D: usize, const O: usize>(
     inputs: &[Tensor<B, D>],
     dtype: DType,
@@ -41,7 +44,7 @@ pub(crate) fn with_gradients<B: Backend, const D: usize, const O: usize>(
     (output.inner().cast(DType::F32), inputs.iter().map(gradient).collect())
 }
 
-/// How far results in the dtype under test may be from the reference's in f32.
+/// The tolerance of results in the dtype under test.
 pub(crate) fn tolerance_under_test<B: Backend>(device: &B::Device) -> Tolerance {
     match dtype_under_test::<B>(device) {
         DType::F32 => tolerance::<B>(device),
@@ -49,7 +52,7 @@ pub(crate) fn tolerance_under_test<B: Backend>(device: &B::Device) -> Tolerance 
     }
 }
 
-/// Our operation in the dtype under test against the reference in f32, for the same inputs.
+/// Compares our operation in the dtype under test with the reference in f32, for the same inputs.
 #[track_caller]
 pub(crate) fn assert_parity<B: Backend, const D: usize, const O: usize>(
     what: &str,
@@ -61,7 +64,7 @@ pub(crate) fn assert_parity<B: Backend, const D: usize, const O: usize>(
     assert_parity_within(tolerance, what, inputs, ours, theirs);
 }
 
-/// [`assert_parity`], by a tolerance of its own.
+/// [`assert_parity`], with a given tolerance.
 #[track_caller]
 pub(crate) fn assert_parity_within<B: Backend, const D: usize, const O: usize>(
     tolerance: Tolerance,
@@ -80,19 +83,20 @@ pub(crate) fn assert_parity_within<B: Backend, const D: usize, const O: usize>(
     }
 }
 
-/// Whether a product of these sizes shows what smaller ones do not: large ones have kernels of their own on tensor
-/// cores, and elsewhere only take long.
+/// Whether to test products of these sizes: large ones have separate kernels on tensor cores, and
+/// elsewhere only take long.
 pub(crate) fn is_worth_it<B: Backend>(device: &B::Device, sizes: &[usize]) -> bool {
     B::name(device).contains("cuda") || sizes.iter().product::<usize>() < 1 << 28
 }
 
-/// bf16 where the device has it, f32 elsewhere.
+/// bf16 if the device supports it, else f32.
 pub(crate) fn half_or_single<B: Backend>(device: &B::Device) -> DType {
     if B::supports_dtype(device, DType::BF16) { DType::BF16 } else { DType::F32 }
 }
 
-/// The dtype that `FIRECLAY_TEST_DTYPE` names, f32 if unset; one that the device lacks fails the tests.
-/// Says that it was asked for: `tests/gpu.sh` runs a test in each dtype only if its result depends on the dtype.
+/// The dtype named by `FIRECLAY_TEST_DTYPE`, f32 by default; an unsupported one fails the tests.
+/// Logs that it was used: `tests/gpu.sh` only runs a test in each dtype if its result depends on
+/// it.
 pub(crate) fn dtype_under_test<B: Backend>(device: &B::Device) -> DType {
     let dtype = match std::env::var("FIRECLAY_TEST_DTYPE").as_deref() {
         Err(_) | Ok("f32") => DType::F32,
@@ -105,7 +109,7 @@ pub(crate) fn dtype_under_test<B: Backend>(device: &B::Device) -> DType {
     dtype
 }
 
-/// `[1, width]` as `[width]`, so that weights can stand in one list with their input.
+/// `[1, width]` as `[width]`, so that weights fit in one list with their input.
 pub(crate) fn vector<B: Backend>(x: &Tensor<B, 2>) -> Tensor<B, 1> {
     x.clone().flatten(0, 1)
 }
@@ -118,7 +122,7 @@ pub(crate) fn integers<B: Backend, const D: usize>(
     Tensor::from_data(TensorData::new(data, shape), device)
 }
 
-/// The 16-bit dtypes that the device has. One that it lacks is a skip.
+/// The 16-bit dtypes that the device supports; others are skipped.
 pub(crate) fn halves<B: Backend>(device: &B::Device) -> Vec<DType> {
     let has = |dtype: &DType| {
         let has = B::supports_dtype(device, *dtype);
@@ -130,7 +134,7 @@ pub(crate) fn halves<B: Backend>(device: &B::Device) -> Vec<DType> {
     [DType::BF16, DType::F16].into_iter().filter(has).collect()
 }
 
-/// The dtypes that weights and activations may have on the device, and how close results in them must be.
+/// The supported dtypes of weights and activations, with their tolerances.
 pub(crate) fn dtypes<B: Backend>(device: &B::Device) -> Vec<(FloatDType, Tolerance)> {
     let single = (FloatDType::F32, tolerance::<B>(device));
     if !B::name(device).contains("cuda") {

@@ -1,10 +1,13 @@
-//! Each operation against its reference, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu` if unset).
+//! Each operation against its reference, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu`
+//! if unset).
 //!
-//! A backend that is not built in or not present fails the tests. What a device lacks, such as a dtype, is a skip, which
-//! is counted and printed; with `FIRECLAY_TEST_STRICT=1` it fails its test.
+//! A backend that is not built in or not present fails the tests. A test that needs more than the
+//! device has, such as a dtype, is skipped, counted and printed; with `FIRECLAY_TEST_STRICT=1` it
+//! fails.
 
 mod added_gradients;
 mod compare;
+mod formats;
 mod harness;
 #[cfg(feature = "mutation")]
 mod mutation;
@@ -19,16 +22,16 @@ use std::sync::{Mutex, PoisonError};
 
 use fireclay_kernels::Backend;
 
-/// Something that holds on every backend.
+/// A claim about every backend.
 pub(crate) trait Claim {
     fn check<B: Backend>(device: B::Device);
 }
 
-/// Which of the two binaries that look at corrupted results this is.
+/// Which of the two test binaries of the mutation run this is.
 #[cfg(feature = "mutation")]
 pub(crate) const IS_THE_SUITE: bool = false;
 
-/// Set in a process whose threads shall have streams of their own.
+/// Set in a process whose threads have separate streams.
 pub(crate) const OWN_STREAMS: &str = "FIRECLAY_TEST_OWN_STREAMS";
 
 /// The backend under test.
@@ -36,7 +39,8 @@ pub(crate) fn backend_name() -> String {
     std::env::var("FIRECLAY_TEST_BACKEND").unwrap_or_else(|_| "cpu".into())
 }
 
-/// Checks a claim on the backend under test, one claim at a time: each counts on the device's memory for itself.
+/// Checks a claim on the backend under test, one claim at a time: each may need the device's whole
+/// memory.
 pub(crate) fn check<C: Claim>() {
     static DEVICE: Mutex<()> = Mutex::new(());
     let _guard = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -55,7 +59,7 @@ pub(crate) fn check<C: Claim>() {
     }
 }
 
-/// Checks a claim, and that nothing failed on the device that nobody read.
+/// Checks a claim, and that the device has no unread errors.
 fn check_on<B: Backend, C: Claim>() {
     let device = B::Device::default();
     C::check::<B>(device.clone());

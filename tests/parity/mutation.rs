@@ -1,10 +1,10 @@
-//! Whether some test fails for each way in which a result can be wrong.
+//! Checks that some test fails for every kind of wrong result.
 //!
 //! `kernels/src/mutation.rs` corrupts one tensor of one method's result. This runs the tests of this binary with each of
-//! these corruptions in turn, the quickest first among those that compute the result, until one fails. Which methods there
-//! are is read from the operations' traits.
+//! these corruptions in turn, the quickest first among those that compute the result, until one
+//! fails. Which methods there are is read from the operations' traits.
 //!
-//! The binary of the parity tests looks at all methods but [`IN_THE_SUITE`], the suite's at these.
+//! The parity binary covers all methods but [`IN_THE_SUITE`], the suite's binary these.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -14,24 +14,24 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// Methods without a tensor in their result.
-const WITHOUT_RESULT: [&str; 7] =
-    ["collective", "decode_plan", "downloads_at_once", "finish_uploads", "is_synchronous", "memory", "probe"];
+/// Methods without a tensor in their result, but for `store`, whose result other methods compute with.
+const WITHOUT_RESULT: [&str; 8] =
+    ["collective", "decode_plan", "downloads_at_once", "finish_uploads", "is_synchronous", "memory", "probe", "store"];
 
 const FLOATS: [&str; 4] = ["zeros", "factor", "previous-row", "wrong-row"];
 const INTEGERS: [&str; 2] = ["off-by-one", "swapped-pair"];
 
-/// Methods whose tests need whole models, and what the names of these tests contain.
+/// Methods whose tests need whole models, with a part of these tests' names.
 const IN_THE_SUITE: [&str; 1] = ["decode_step"];
 const TESTS_IN_THE_SUITE: &str = "whole_steps::";
 
 fn repository() -> PathBuf {
     let built = Path::new(env!("CARGO_MANIFEST_DIR"));
-    // The binary may have been carried to another machine, and is started in the repository's root there.
+    // The binary may run on another machine, in the repository's root.
     if built.join("kernels/src/ops").is_dir() { built.into() } else { std::env::current_dir().expect("a folder") }
 }
 
-/// The methods of all traits of operations, by the list in `backend.rs`.
+/// The methods of all operation traits, by the list in `backend.rs`.
 fn methods() -> BTreeSet<String> {
     let source = repository().join("kernels/src");
     let list = fs::read_to_string(source.join("backend.rs")).expect("the list of the operations' traits");
@@ -61,7 +61,7 @@ fn methods() -> BTreeSet<String> {
     methods
 }
 
-/// A tensor of a result: what tests compute there, and the tests that do, the quickest first.
+/// A tensor of a result: its kinds, and the tests that compute it, quickest first.
 #[derive(Default)]
 struct Spot {
     computed: BTreeSet<String>,
@@ -71,7 +71,7 @@ struct Spot {
 impl Spot {
     fn kinds(&self) -> Vec<&'static str> {
         let has = |what: &str| self.computed.contains(what);
-        // A single row has none before it, and is all zeros if it is wrong.
+        // A single row has no row before it.
         let floats = if has("floats") {
             4
         } else if has("row") {
@@ -87,12 +87,12 @@ impl Spot {
 fn this_binary() -> Command {
     let mut command = Command::new(std::env::current_exe().expect("a test knows its binary"));
     command.stdout(Stdio::piped()).stderr(Stdio::null());
-    // Results are compared here, not skips.
+    // Skips are not compared here.
     command.env_remove("FIRECLAY_TEST_STRICT");
     command
 }
 
-/// What tests compute, by name, from a run of all of them.
+/// The results that tests compute, by name, from a run of all of them.
 fn coverage(folder: &Path) -> BTreeMap<String, Spot> {
     let log = folder.join("log");
     let mut command = this_binary();
@@ -132,7 +132,7 @@ fn every_corrupted_result_fails_a_test() {
     let spots = coverage(folder.path());
     let mut faults = Vec::new();
 
-    // Each method is computed by some test, with each part that its result can have.
+    // Every method is computed by some test, with every part of its result.
     let (mut declined, mut work) = (Vec::new(), Vec::new());
     for method in methods() {
         if WITHOUT_RESULT.contains(&&*method) || IN_THE_SUITE.contains(&&*method) != crate::IS_THE_SUITE {
@@ -141,7 +141,7 @@ fn every_corrupted_result_fails_a_test() {
         let own = |name: &str| name.split('.').next() == Some(&method);
         let parts: Vec<(&String, &Spot)> = spots.iter().filter(|(name, _)| own(name)).collect();
         match parts.is_empty() {
-            // A plan for whole steps is declined, and there is none to call.
+            // Plans for fused steps are declined here, so there are none to test.
             true if crate::IS_THE_SUITE => declined.push(method.clone()),
             true => faults.push(format!("{method}: no test computes it")),
             false => {}

@@ -1,4 +1,4 @@
-//! The references, of operands as the public functions take them.
+//! The references, with the public functions' operands.
 
 use burn::tensor::{FloatDType, Int, Tensor};
 use fireclay_kernels::operands::{

@@ -1,4 +1,4 @@
-//! What a recording holds, and that it holds nothing else: on every backend the calls, on CUDA the device's work too.
+//! The exact contents of a recording: on every backend the calls, on CUDA the device's work too.
 
 use std::time::Duration;
 
@@ -30,12 +30,12 @@ fn record<B: Backend>(device: &B::Device, work: impl FnOnce()) -> Report {
     report
 }
 
-/// An operation that tells nothing of itself.
+/// An operation without a description.
 fn recorder_op(name: &'static str, inputs: impl FnOnce() -> Vec<Operand>) -> fireclay_kernels::recorder::Scope {
     op(name, || Call::from(inputs()))
 }
 
-/// Without CUPTI, nothing of the device's work is known, and nothing is made up.
+/// Without CUPTI the device's work is unknown, and reported as such.
 fn assert_calls_alone(report: &Report) {
     assert_eq!((report.total, report.outside), (Work::default(), Work::default()));
     assert!(report.ops.iter().all(|op| op.work == Work::default()) && report.kernels.is_none(), "{report}");
@@ -88,7 +88,7 @@ backend_test!(a_reference_run_for_want_of_a_kernel_is_caught::<B>(device) {
     let [fallback] = &report.fallbacks[..] else { panic!("one fallback: {report}") };
     assert_eq!((fallback.op, &*fallback.device, fallback.count), ("recorder test", "a device", 2));
     assert!(report.to_string().contains("recorder test ran its reference on a device 2 times: it has no such units"));
-    // Whatever the backend, this operation has a kernel on it, or runs the reference as its own body.
+    // On every backend, this operation has a kernel, or its reference is the default.
     let x = random::<B, 2>(1, [4, 8], &device);
     let report = record::<B>(&device, || drop(activate(x, SILU)));
     assert!(report.fallbacks.is_empty(), "{report}");
@@ -134,12 +134,12 @@ backend_test!(work_belongs_to_its_operation::<B>(device) {
     let x = random::<B, 2>(1, [64, 128], &device);
     let weight = random::<B, 2>(2, [32, 128], &device);
     let work = || {
-        // Outside any operation, before, between and after.
+        // Outside of operations, before, between and after.
         let x = x.clone() * 2.0;
         let y = linear(x, weight.clone(), None) + 1.0;
         activate(y, SILU) - 1.0
     };
-    // Kernels are compiled, and the product is tuned, the first time.
+    // The first run compiles kernels and tunes the product.
     drop(work());
     let report = record::<B>(&device, || drop(work()));
     match report.source {
@@ -191,7 +191,7 @@ backend_test!(there_is_one_recording_at_a_time::<B>(device) {
     drop(activate(x.clone(), SILU));
     assert_eq!(recording.stop().expect("a report").op("activate").map(|op| op.calls), Some(1));
 
-    // Nothing is recorded after the end, and one that is dropped makes room too.
+    // Nothing is recorded after the end, and dropping a recording allows another one.
     drop(activate(x.clone(), SILU));
     drop(Recording::start::<B>(&device).expect("a recording"));
     drop(activate(x.clone(), SILU));
@@ -211,7 +211,7 @@ backend_test!(what_is_done_for_a_part_is_reported_under_it::<B>(device) {
         let inside = part("feed_forward");
         let y = linear(x, weight, None);
         drop(inside);
-        // The backward pass of the first is of its part, though it comes later.
+        // The backward pass of the first belongs to its part, although it comes later.
         activate(y, SILU).sum().backward();
     });
     let names: Vec<_> = report.ops.iter().map(|op| (op.part, op.name)).collect();

@@ -1,4 +1,5 @@
-//! Operands that do not fit: each public operation refuses each of them by its name, before anything is launched.
+//! Operands that do not fit: each public operation refuses each of them by name, before it launches
+//! anything.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,8 +9,8 @@ use fireclay_kernels::operands::{Checked, LinearBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
-    Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows,
-    Sampling, StepDraw, StepsAhead, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
+    MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow,
+    SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
     decode_step, dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions,
     norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
@@ -17,7 +18,7 @@ use fireclay_kernels::{
 use crate::backend_test;
 use crate::skip::skip;
 
-/// Asserts that `call` panics with a message that begins with `op` and has all of `parts` in it.
+/// Asserts that `call` panics with a message that begins with `op` and contains all of `parts`.
 #[track_caller]
 fn refused<T>(op: &str, parts: &[&str], call: impl FnOnce() -> T) {
     let Err(panic) = catch_unwind(AssertUnwindSafe(call)) else { panic!("{op} takes what {parts:?} should name") };
@@ -29,12 +30,12 @@ fn refused<T>(op: &str, parts: &[&str], call: impl FnOnce() -> T) {
     }
 }
 
-/// What operands are made from.
+/// Makes operands.
 struct Make<B: Backend>(B::Device);
 
 impl<B: Backend> Make<B> {
     fn float<const D: usize>(&self, dims: [usize; D]) -> Tensor<B, D> {
-        // A launch over nothing is an error on CUDA, and Burn makes one to fill a tensor of nothing.
+        // An empty launch is an error on CUDA, and Burn makes one to fill an empty tensor.
         match dims.contains(&0) {
             true => Tensor::empty(dims, (&self.0, DType::F32)),
             false => Tensor::ones(dims, (&self.0, DType::F32)),
@@ -45,12 +46,12 @@ impl<B: Backend> Make<B> {
         if dims.contains(&0) { Tensor::empty(dims, &self.0) } else { Tensor::ones(dims, &self.0) }
     }
 
-    /// Another float dtype than f32 that the device has.
+    /// Another float dtype that the device supports, besides f32.
     fn half(&self) -> Option<DType> {
         [DType::BF16, DType::F16].into_iter().find(|dtype| B::supports_dtype(&self.0, *dtype))
     }
 
-    /// Another device that is the same hardware, as WGPU's may be.
+    /// Another device, possibly of the same hardware, as with WGPU.
     fn elsewhere(&self) -> Option<Self> {
         #[cfg(feature = "wgpu")]
         {
@@ -97,7 +98,7 @@ backend_test!(norms_and_activations_refuse_what_does_not_fit::<B>(device) {
     refused("reshape", &["[5, 5]", "[3, 8]"], || reshape(x(), [5, 5]));
     refused("reshape", &["[3, 8]"], || reshape(x(), [usize::MAX, 8, 2]));
     if let Some(other) = make.elsewhere() {
-        refused("norm", &["gamma lies on"], || norm(x(), &other.rms(8)));
+        refused("norm", &["gamma is on"], || norm(x(), &other.rms(8)));
     }
 });
 
@@ -166,12 +167,12 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
             })
         });
         let mut short = make.bytes([16, 8]);
-        short.scales = make.float([15]);
+        short.scales = Some(make.float([15]));
         refused("linear", &["scales [15]", "weight [16, 2]"], || linear(x(), short, None));
         if let Some(other) = make.elsewhere() {
-            refused("linear", &["weight lies on"], || linear(x(), other.float([16, 8]), None));
-            refused("linear", &["bias lies on"], || linear(x(), weight(), Some(other.float([16]))));
-            refused("linear_add", &["residual lies on"], || {
+            refused("linear", &["weight is on"], || linear(x(), other.float([16, 8]), None));
+            refused("linear", &["bias is on"], || linear(x(), weight(), Some(other.float([16]))));
+            refused("linear_add", &["residual is on"], || {
                 linear_add(x(), weight(), None, None, other.float([rows, 16]))
             });
         }
@@ -189,10 +190,10 @@ backend_test!(embeddings_refuse_what_does_not_fit::<B>(device) {
     refused("embed", &["table [0, 8] is empty"], || embed(make.float([0, 8]), tokens(), FloatDType::F32));
     refused("embed", &["F64"], || embed(table(), tokens(), FloatDType::F64));
     let mut short = make.bytes([5, 8]);
-    short.scales = make.float([4]);
+    short.scales = Some(make.float([4]));
     refused("embed", &["scales [4]"], || embed(short, tokens(), FloatDType::F32));
     if let Some(other) = make.elsewhere() {
-        refused("embed", &["table lies on"], || embed(other.float([5, 8]), tokens(), FloatDType::F32));
+        refused("embed", &["table is on"], || embed(other.float([5, 8]), tokens(), FloatDType::F32));
     }
 });
 
@@ -250,7 +251,7 @@ backend_test!(attention_refuses_what_does_not_fit::<B>(device) {
     refused("qkv_attention", &["lengths [3]"], || packed(64, heads, AttentionMask::Lengths(make.ints([3]))));
     if let Some(other) = make.elsewhere() {
         let lengths = AttentionMask::Lengths(other.ints([2]));
-        refused("qkv_attention", &["lengths lies on"], || packed(64, heads, lengths));
+        refused("qkv_attention", &["lengths is on"], || packed(64, heads, lengths));
     }
 });
 
@@ -311,23 +312,23 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["divide the query heads"], || new(PackedHeads { n_heads: 2, n_kv_heads: 3, ..heads }, None));
     refused(op, &["there are some"], || new(PackedHeads { n_heads: 8, n_kv_heads: 0, ..heads }, None));
     refused(op, &["a cache for each block"], || DecodePlan::new(model(heads, None), &[]));
-    // Where there is a kernel.
+    // If there is a kernel.
     let mut own = caches(3, heads);
     if let Ok(plan) = DecodePlan::new(model(heads, None), &own) {
         let row = |page: u32| CachedRow { pages: [page].into(), tokens: 1, keys: 4 };
         let at = |pages: &[u32]| CachedTokens::<B>::new(pages.iter().copied().map(row).collect(), None, &make.0);
         let mut step = |at: &CachedTokens<B>, draw: Option<StepDraw<'_, B>>, steps: usize| {
-            let ahead = StepsAhead { steps, ends: None };
+            let ahead = MultiStep { steps, stop_tokens: None };
             decode_step(&plan, make.ints([at.rows().len()]), at, &mut own, draw, ahead)
         };
         refused(op, &["page 3", "cache of 3"], || step(&at(&[3]), None, 1));
         refused(op, &["page 2", "listed twice"], || step(&at(&[2, 2]), None, 1));
         let two = SampledRows::<B>::new(&vec![Sampling::greedy().into(); 2], &make.0);
         let lined = SampledRows::<B>::new(&[SampledRow { sampling: Sampling::greedy(), line: Some(2) }], &make.0);
-        for (named, rows) in [("rows", &two), ("line 2 of no texts", &lined)] {
+        for (named, rows) in [("rows", &two), ("line 2 without counts", &lined)] {
             refused(op, &[named], || step(&at(&[2]), Some(StepDraw { rows, counts: None }), 1));
         }
-        // More than there are positions behind it on its page.
+        // More than there are positions after it on its page.
         refused(op, &["62 steps"], || step(&at(&[2]), None, 62));
         let mut rehearsed = false;
         compile_ahead::<B>(&make.0, || {
@@ -336,10 +337,10 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
         });
         assert!(rehearsed, "a device with kernels for whole steps compiles ahead");
         step(&at(&[2]), None, 1).expect("what fits is taken");
-        // The kernel has the addresses of the plan's caches, and others of their sizes would stay as they are.
+        // The kernel has the addresses of the plan's caches, and would not write to others.
         for mut others in [caches(3, heads), caches(4, heads)] {
             refused(op, &["other caches than those that the plan was made with"], || {
-                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, StepsAhead::one())
+                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, MultiStep::one())
             });
         }
     } else {
@@ -383,7 +384,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
             refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));
         }
     }
-    // Pages that rows write into are theirs alone; full ones before these may be shared.
+    // Pages that rows write to must be their own; full pages before these may be shared.
     let step = |rows: &[CachedRow]| {
         let tokens = rows.iter().map(|row| row.tokens).sum::<usize>();
         cached_attention(make.float([tokens, 64]), heads, bare(), &at(rows), &mut new(4, 4, heads))
@@ -393,7 +394,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["page 0", "listed twice"], || step(&[row(&[0, 1], 3, 6), row(&[0, 2], 1, 6)]));
     refused(op, &["page 2", "listed twice"], || step(&[row(&[0, 2], 1, 3), row(&[1, 2], 1, 6)]));
     step(&[row(&[0, 1], 1, 6), row(&[0, 2], 2, 6), row(&[0, 1 + 2], 1, 5)]);
-    // What was found to be apart stays so as rows grow in their pages, and is looked at again where these are others.
+    // The check stays valid as rows grow in their pages, and is repeated when pages change.
     let grown = at(&[row(&[0, 1], 1, 4), row(&[2], 1, 2)]);
     let mut cache = new(4, 4, heads);
     let mut next = |at: &CachedTokens<B>| cached_attention(make.float([2, 64]), heads, bare(), at, &mut cache);
@@ -410,7 +411,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["one token more"], || at(&[row(&[0], 2, 2)]).next(vec![row(&[0], 1, 3)]));
     refused(op, &["no room"], || new(2, 0, heads));
     refused(op, &["no room"], || new(usize::MAX / 2, 4, heads));
-    refused(op, &["no power of two"], || new(2, 6, heads));
+    refused(op, &["not a power of two"], || new(2, 6, heads));
     let bytes = |heads| LayerCache::<B>::new(3, 4, heads, CacheDType::Int8, &make.0);
     refused(op, &["heads of 12", "multiple of 8"], || bytes(PackedHeads { head_dim: 12, ..heads }));
     let other = PackedHeads { head_dim: 16, ..heads };
@@ -443,8 +444,8 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
         let lined = |line| SampledRow { sampling: Sampling::greedy(), line };
         let lined = [vec![lined(Some(2))], vec![lined(None); rows - 1]].concat();
         let lined = SampledRows::<B>::new(&lined, &make.0);
-        refused("head_sample", &["line 2 of no texts"], || drawn(weight(), lined.clone()));
-        for (name, broken) in [("counts of the prompts", 0), ("counts of written tokens", 1), ("biases", 2)] {
+        refused("head_sample", &["line 2 without counts"], || drawn(weight(), lined.clone()));
+        for (name, broken) in [("counts of the prompts", 0), ("counts of generated tokens", 1), ("biases", 2)] {
             let line = |at: usize| make.float([3, if at == broken { 5 } else { 6 }]);
             let mut counts = TokenCounts { prompt: line(0), written: line(1), bias: line(2) };
             refused("head_sample", &[name], || {
@@ -452,7 +453,7 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
             });
         }
         let mut few = TokenCounts::<B>::new(2, 6, &make.0);
-        refused("head_sample", &["line 2 of 2 texts"], || {
+        refused("head_sample", &["line 2 of 2"], || {
             head_sample(make.float([rows, 8]), weight(), &lined, make.ints([rows]), Some(&mut few))
         });
     }
@@ -564,11 +565,11 @@ backend_test!(logits_that_are_no_numbers_draw_minus_one::<B>(device) {
         let mut values = vec![0.25f32; 3 * vocabulary];
         values[vocabulary + 1] = f32::NAN;
         values[2 * vocabulary + 2] = 1.0;
-        // One column of the hidden states for each row: the logits of row `r` are its values.
+        // One column of the hidden states per row: the logits of row `r` are its values.
         let hidden = Tensor::<B, 2>::eye(3, &device);
         let weight = Tensor::<B, 2>::from_data(TensorData::new(values, [3, vocabulary]), &device).transpose();
         let weight = {
-            // A NaN times zero is one: the other rows' logits come from a weight of their own.
+            // NaN times zero is NaN: the other rows' logits use a separate weight.
             let rows: Vec<Tensor<B, 2>> = (0..3).map(|row| weight.clone().narrow(1, row, 1)).collect();
             rows
         };

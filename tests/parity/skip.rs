@@ -1,13 +1,13 @@
-//! What a test leaves out, said aloud.
+//! Explicit skips.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Set to 1 where nothing may be left out: a skip fails its test then.
+/// Set to 1 to forbid skips, which then fail their tests.
 const STRICT: &str = "FIRECLAY_TEST_STRICT";
 
-/// Says that this test, or a part of it, is not run, and why: a line on standard error, past the harness, which shows what
-/// tests print only where they fail.
+/// Reports that this test, or a part of it, is skipped, and why: a line on stderr, past the
+/// harness, which only shows the output of failed tests.
 ///
 /// # Panics
 /// If `FIRECLAY_TEST_STRICT` is 1.
@@ -18,6 +18,6 @@ pub(crate) fn skip(reason: &str) {
     let test = thread.name().unwrap_or("a test");
     assert!(std::env::var(STRICT).as_deref() != Ok("1"), "{test} is skipped in part: {reason}");
     let count = SKIPS.fetch_add(1, Ordering::Relaxed) + 1;
-    // Whoever has closed standard error does not read it.
+    // Stderr may be closed.
     let _ = writeln!(std::io::stderr(), "\nskip {count}: {test}: {reason}");
 }

@@ -15,7 +15,7 @@ use crate::{OWN_STREAMS, backend_name, backend_test};
 
 const D_MODEL: usize = 64;
 
-/// A layer of a few rows: its results lie in scratch buffers, and are added to in place.
+/// A layer of a few rows: its results are in scratch buffers, and are added to in place.
 fn layer<B: Backend>(x: Tensor<B, 2>, device: &B::Device) -> Tensor<B, 2> {
     let weight = random::<B, 2>(1, [D_MODEL, D_MODEL], device) / 8.0;
     let hidden = activate(linear(x.clone(), weight.clone(), None), Activation::plain(ActivationKind::Silu));

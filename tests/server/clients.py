@@ -210,7 +210,7 @@ async def by_openai_agents():
             of(model_settings=settings), [*result.to_input_list(), {"role": "user", "content": "And now?"}],
         )
         assert isinstance(more.final_output, str)
-        # A call that has to be is asked for beside a schema of what comes after it.
+        # A required call is combined with a schema for the answer after it.
         last = of(tools=[fire], model_settings=forced, tool_use_behavior="stop_on_first_tool", output_type=Firing)
         streamed = agents.Runner.run_streamed(last, "Fire it.")
         kinds = [event.name async for event in streamed.stream_events() if event.type == "run_item_stream_event"]
@@ -229,7 +229,8 @@ async def by_pydantic_ai():
             agent = pydantic_ai.Agent(model, output_type=output, instructions="You fire pots.", model_settings=settings)
             result = await agent.run("Fire it.")
             assert isinstance(result.output, Firing) and result.usage.output_tokens > 10, result
-        # Output by a tool, beside others: a call is required each time, of any of them.
+        # Structured output by a tool, among other tools: a call of any of them is required each
+        # time.
         agent = pydantic_ai.Agent(model, output_type=Firing, system_prompt="You fire pots.", model_settings=settings)
         heats = []
 

@@ -34,14 +34,14 @@ def say(text="Hello, potter.", **settings):
 
 
 def whole(stream):
-    """The texts, ends and usage of a stream."""
-    texts, ends, usage = {}, {}, None
+    """The outputs, ends and usage of a stream."""
+    outputs, ends, usage = {}, {}, None
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            outputs[choice.index] = outputs.get(choice.index, "") + (choice.delta.content or "")
             ends[choice.index] = choice.finish_reason or ends.get(choice.index)
-    return texts, ends, usage
+    return outputs, ends, usage
 
 
 def chat():
@@ -54,8 +54,8 @@ def chat():
     assert say(seed=8).choices[0].message.content != answer.choices[0].message.content
 
     # A stream has the same text, and its usage at the end.
-    texts, ends, streamed = whole(say(stream=True, stream_options={"include_usage": True}))
-    assert texts[0] == answer.choices[0].message.content and ends[0] == answer.choices[0].finish_reason
+    outputs, ends, streamed = whole(say(stream=True, stream_options={"include_usage": True}))
+    assert outputs[0] == answer.choices[0].message.content and ends[0] == answer.choices[0].finish_reason
     assert streamed == usage, (streamed, usage)
 
     # Several answers, each its own; the first is the one that there would be alone.
@@ -63,16 +63,16 @@ def chat():
     assert [choice.index for choice in several] == [0, 1, 2]
     assert several[0].message.content == answer.choices[0].message.content
     assert len({choice.message.content for choice in several}) == 3
-    texts, _, _ = whole(say(n=3, stream=True))
-    assert texts == {choice.index: choice.message.content for choice in several}
+    outputs, _, _ = whole(say(n=3, stream=True))
+    assert outputs == {choice.index: choice.message.content for choice in several}
 
-    # Stop texts are not shown, and what follows is not written.
+    # Stop outputs are not shown, and what follows is not written.
     text = answer.choices[0].message.content
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     stopped = say(stop=[stop, "never there"]).choices[0]
     assert stopped.finish_reason == "stop" and stopped.message.content == text[: text.index(stop)]
 
-    # Log-probabilities are those of the tokens, the likeliest first.
+    # Log-probabilities are those of the tokens, in descending order.
     told = say(temperature=0, logprobs=True, top_logprobs=4, max_completion_tokens=8).choices[0].logprobs.content
     assert len(told) == 8
     for token in told:
@@ -129,8 +129,8 @@ def json_schemas():
         answer = say(response_format=wanted, max_completion_tokens=80, seed=seed).choices[0]
         firing = Firing.model_validate_json(answer.message.content, strict=True)
         assert answer.finish_reason == "stop" and firing.glaze in ("celadon", "tenmoku") and 0 <= firing.cone <= 99
-    texts, ends, _ = whole(say(response_format=wanted, max_completion_tokens=80, stream=True, n=2))
-    assert ends == {0: "stop", 1: "stop"} and all(Firing.model_validate_json(text) for text in texts.values())
+    outputs, ends, _ = whole(say(response_format=wanted, max_completion_tokens=80, stream=True, n=2))
+    assert ends == {0: "stop", 1: "stop"} and all(Firing.model_validate_json(text) for text in outputs.values())
     anything = say(response_format={"type": "json_object"}, max_completion_tokens=60).choices[0]
     assert anything.message.content.startswith("{")
     if anything.finish_reason == "stop":
@@ -217,15 +217,15 @@ def stories():
 
 
 def encoder():
-    texts = ["the potter", "the clay", "the potter", "a much longer text about a kiln"]
-    embeddings = client.embeddings.create(model=MODEL, input=texts)
+    inputs = ["the potter", "the clay", "the potter", "a much longer text about a kiln"]
+    embeddings = client.embeddings.create(model=MODEL, input=inputs)
     vectors = [entry.embedding for entry in embeddings.data]
     cosine = lambda a, b: sum(x * y for x, y in zip(a, b))
     assert all(abs(cosine(vector, vector) - 1) < 1e-4 for vector in vectors)
     assert abs(cosine(vectors[0], vectors[2]) - 1) < 1e-5 and cosine(vectors[0], vectors[1]) < 0.9999
-    assert embeddings.usage.prompt_tokens == sum(len(text) + 2 for text in texts)
+    assert embeddings.usage.prompt_tokens == sum(len(text) + 2 for text in inputs)
     # One alone is as it is among others, whatever the form.
-    alone = client.embeddings.create(model=MODEL, input=texts[1], encoding_format="float").data[0].embedding
+    alone = client.embeddings.create(model=MODEL, input=inputs[1], encoding_format="float").data[0].embedding
     assert max(abs(x - y) for x, y in zip(alone, vectors[1])) < 1e-5
     refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x" * 500), "input")
     short = client.embeddings.create(model=MODEL, input="x", dimensions=3).data[0].embedding

@@ -165,8 +165,8 @@ async function conversation() {
         }
         return "rgb(255, 255, 255)";
       };
-      const texts = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
-      return [...document.querySelectorAll(texts)].filter(one => {
+      const elements = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
+      return [...document.querySelectorAll(elements)].filter(one => {
         if (one.offsetParent === null) return false;
         const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((a, b) => b - a);
         return (a + 0.05) / (b + 0.05) < 4.5;
@@ -201,7 +201,7 @@ async function phone() {
 async function completion() {
   const { page, faults, context } = await open(stories);
   await ready(page);
-  // The likeliest tokens: a draw may end a text at once.
+  // Greedy tokens: a sampled one may end a text at once.
   await page.click("#show-settings");
   await page.fill("#temperature", "0");
   await page.keyboard.press("Escape");
@@ -219,14 +219,14 @@ async function completion() {
     assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
     assert.equal(await count(page, "assistant"), turn + 1);
   }
-  assert.match(await page.innerText(".cut"), /not sent any more: it does not fit in the model's [\d,]+ tokens\./);
+  assert.match(await page.innerText(".cut"), /no longer sent: they do not fit in the model's [\d,]+ tokens\./);
   await picture(page, "stories-cut");
   // As many tokens as fit, though more are allowed.
   await set(page, "max_tokens", 100000);
   await say(page, " She");
   await done(page);
   assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
-  // No room is left beside a text that is too long by itself.
+  // There is no room next to a text that is too long by itself.
   await say(page, " She makes pots.".repeat(100));
   await done(page);
   assert.match(await page.innerText("#error"), /tokens/);
@@ -272,7 +272,7 @@ async function refusals() {
   await page.reload();
   await ready(page);
 
-  for (const [status, message] of [[429, "too many texts wait already"], [500, "the kiln broke"], [503, "still loading"]]) {
+  for (const [status, message] of [[429, "too many requests are waiting"], [500, "the kiln broke"], [503, "still loading"]]) {
     await refuse(page, status, { message });
     await say(page, "Two\nlines");
     await page.waitForSelector("#error:not([hidden])");
@@ -285,7 +285,7 @@ async function refusals() {
   await page.route(/completions$/, route => route.abort());
   await page.click(".regenerate");
   await page.waitForSelector("#error:not([hidden])");
-  assert.equal(await page.innerText("#error"), "the server does not answer");
+  assert.equal(await page.innerText("#error"), "the server does not respond");
   assert.equal(await answers(page).innerText(), "Good morning.", "the answer that was to be replaced stays");
   assert.equal(await page.isVisible(".said.assistant"), true);
   assert.equal(await focused(page), "regenerate");
@@ -409,7 +409,7 @@ async function history() {
     Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); };
   });
   await exchange(first, "More", "Still here");
-  assert.match(await first.innerText("#notice"), /not kept/);
+  assert.match(await first.innerText("#notice"), /not saved/);
   assert.equal(await answers(first).nth(1).innerText(), "Still here");
   // Where a browser has no storage for it the page works all the same.
   const without = await context.newPage();
@@ -423,7 +423,7 @@ async function history() {
   await standIn(without);
   await exchange(without, "Hello", "Good morning.");
   assert.equal(await answers(without).innerText(), "Good morning.");
-  assert.match(await without.innerText("#notice"), /not kept/);
+  assert.match(await without.innerText("#notice"), /not saved/);
   assert.deepEqual(faults, []);
   await context.close();
 }
@@ -519,7 +519,7 @@ const CASES = {
   "    a\n\n    b\nc": "<pre><code>a\n\nb</code></pre><p>c</p>",
 };
 
-// Texts that make a careless reader of Markdown slow, or run out of stack; a model that repeats
+// Input that makes a careless Markdown parser slow, or run out of stack; a model that repeats
 // itself writes the like.
 const times = (text, count) => text.repeat(count);
 const HOSTILE = {

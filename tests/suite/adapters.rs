@@ -1,7 +1,9 @@
-//! Frozen parameters, and adapters that are trained in their place.
+//! Frozen parameters, and adapters trained instead of them.
 
 use burn::backend::Autodiff;
-use burn::module::{AutodiffModule, Param};
+use std::collections::HashMap;
+
+use burn::module::{AutodiffModule, Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 use fireclay::recipe::schema::OptimizerKind;
 use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
@@ -23,16 +25,17 @@ const SETTINGS: Settings = Settings {
     step: 0, // the optimizer counts
 };
 
-/// A small model of Llama's kind.
+/// A small Llama.
 fn model<B: Backend>(device: &B::Device) -> Transformer<Autodiff<B>> {
     TransformerConfig::llama(40, 16, 32, 2, 4).init(3, device).expect("a config that holds together")
 }
 
-/// An adapter of a matrix `[d_output, d_input]`, of values of order one where `zero` does not ask for what training begins from.
+/// An adapter of a matrix `[d_output, d_input]`, with values of order one, or with the initial
+/// values of training if `zero`.
 fn adapter<B: Backend>([d_output, d_input]: [usize; 2], zero: bool, device: &B::Device) -> Adapter<Autodiff<B>> {
     let a = Tensor::from_inner(random::<B, 2>(1, [RANK, d_input], device) * 0.2);
     let b = random::<B, 2>(2, [d_output, RANK], device) * if zero { 0.0 } else { 0.2 };
-    Adapter { a: Param::from_tensor(a).into(), b: Param::from_tensor(Tensor::from_inner(b)).into(), scale: 2.0 }
+    Adapter::new(Param::from_tensor(a).into(), Param::from_tensor(Tensor::from_inner(b)).into(), 2.0)
 }
 
 /// The linear layers of all blocks.
@@ -54,10 +57,10 @@ fn adapted<B: Backend>(
     model
 }
 
-/// The model with its adapters added to the weights.
+/// The model with its adapters merged into the weights.
 fn merged<B: Backend>(mut model: Transformer<Autodiff<B>>) -> Transformer<Autodiff<B>> {
     for linear in linears(&mut model) {
-        let Adapter { a, b, scale } = linear.adapter.take().expect("an adapter");
+        let Adapter { a, b, scale, .. } = linear.adapter.take().expect("an adapter");
         let sum = linear.base.val() + b.val().matmul(a.val()).mul_scalar(scale);
         linear.base = Param::from_tensor(sum.detach()).into();
     }
@@ -82,7 +85,7 @@ backend_test!(a_model_with_adapters_is_the_one_with_merged_weights::<B>(device) 
     let plain = values(&loss(&self::model::<B>(&device).valid(), &device))[0];
     for dropout in [None, Some(RandomKey::new(1))] {
         let [mut ours, mut wanted] = [model.clone(), merged(model.clone())];
-        // It stands behind the adapters, as behind the weights.
+        // The bias follows the adapters, as it follows the weights.
         ours.set_dropout(dropout);
         wanted.set_dropout(dropout);
         let [ours, wanted] = [ours, wanted].map(|model| values(&loss(&model, &device).inner())[0]);
@@ -104,7 +107,7 @@ backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>
         };
         let first = all(&model);
         let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
-        // Two moments of each of two matrices of an adapter, of four linear layers in two blocks.
+        // Two moments for each of an adapter's two matrices, on four linear layers in two blocks.
         assert_eq!(optimizer.state().count(), 2 * 2 * 4 * 2);
         assert!(optimizer.state().all(|tensor| tensor.name.contains(".adapter.")));
         for _ in 0..40 {
@@ -123,7 +126,7 @@ backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
     let trained = |path: &str| path.starts_with("blocks.1.") || path == "final_norm.gamma";
     let mut model = model::<B>(&device).with_trained(trained);
     let first: Vec<_> = named_parameters(&model).into_iter().map(|(path, _, _, value)| (path, values(&value.inner()))).collect();
-    // What is trained has the gradient that it has if all is trained.
+    // Trained parameters have the same gradients as if all were trained.
     let whole = self::model::<B>(&device);
     let of_whole = ParameterGradients::take(&whole, loss(&whole, &device).backward()).into_inner();
     let names: Vec<String> = named_parameters(&whole).into_iter().map(|(path, ..)| path).collect();
@@ -141,3 +144,20 @@ backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
         assert_eq!(first != values(&last.inner()), trained(&path), "{path}");
     }
 });
+
+/// The model with other values for some parameters, by their ids.
+pub(crate) fn with_values<B: Backend>(
+    model: Transformer<B>,
+    values: &HashMap<ParamId, Tensor<B, 1>>,
+) -> Transformer<B> {
+    struct Setter<'a, B: Backend>(&'a HashMap<ParamId, Tensor<B, 1>>);
+    impl<B: Backend> ModuleMapper<B> for Setter<'_, B> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            match self.0.get(&param.id) {
+                Some(values) => param.map(|old| values.clone().reshape(old.dims())),
+                None => param,
+            }
+        }
+    }
+    model.map(&mut Setter(values))
+}

@@ -1,4 +1,4 @@
-//! The program from outside: what it prints, where, and its exit codes.
+//! The program's interface: output, streams, and exit codes.
 
 use std::fs;
 use std::io::Write;
@@ -7,16 +7,17 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// The program, which stands beside the tests where they run on another machine.
+/// The program, which is next to the tests when they run on another machine.
 fn binary() -> PathBuf {
     std::env::var_os("FIRECLAY_BINARY").map_or_else(|| env!("CARGO_BIN_EXE_fireclay").into(), PathBuf::from)
 }
 
-/// The program as a command; with a folder that Wayland's library, which some drivers load, complains without.
+/// The program as a command, with a folder without which Wayland's library, loaded by some drivers,
+/// prints a warning.
 pub(crate) fn program() -> Command {
     let mut command = Command::new(binary());
     command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
-    // Tokens and kernels of tests are none of the user's.
+    // Keep tests' tokens and kernels out of the user's cache.
     command.env("XDG_CACHE_HOME", std::env::temp_dir().join("fireclay-tests"));
     command
 }
@@ -31,11 +32,11 @@ pub(crate) fn train(args: &[&str]) -> Output {
     fireclay(&[&["train", "--backend", backend], args].concat())
 }
 
-/// The model of a run that is over in a moment, as settings.
+/// The model of a very short run, as settings.
 pub(crate) const TINY: [&str; 8] =
     ["--set", "d_model=16", "--set", "n_layers=1", "--set", "n_heads=2", "--set", "batch_size=2"];
 
-/// A run that is over in a moment.
+/// A very short run.
 fn small() -> Vec<&'static str> {
     let run = ["--set", "valid_tokens=200", "--set", "final_valid_tokens=0", "--steps", "4", "--set", "valid_every=2"];
     [&TINY[..], &run].concat()
@@ -110,11 +111,11 @@ fn a_trained_model_writes_the_same_text_for_the_same_seed() {
     assert_eq!(seed("1"), seed("1"));
     assert_ne!(seed("1"), seed("2"));
     assert_eq!(generate(&["--temperature", "0"]), generate(&["--temperature", "0", "--seed", "9"]));
-    let likeliest = generate(&["--temperature", "0"]);
-    assert_eq!(generate(&["--temperature", "1", "--top-k", "1"]), likeliest);
-    assert_eq!(generate(&["--temperature", "1", "--top-p", "0.000001"]), likeliest);
-    // Zero in f32, and yet a top-p.
-    assert_eq!(generate(&["--temperature", "1", "--top-p", "1e-60"]), likeliest);
+    let greedy = generate(&["--temperature", "0"]);
+    assert_eq!(generate(&["--temperature", "1", "--top-k", "1"]), greedy);
+    assert_eq!(generate(&["--temperature", "1", "--top-p", "0.000001"]), greedy);
+    // Zero in f32, but a valid top-p.
+    assert_eq!(generate(&["--temperature", "1", "--top-p", "1e-60"]), greedy);
 
     let context = ["generate", "--backend", backend, "--model", text(&out), "--prompt", "There was once"];
     assert_refused(&fireclay(&[&context[..], &["--max-tokens", "126"]].concat()), 1, &["context is 128", "125"]);
@@ -126,7 +127,7 @@ fn a_trained_model_writes_the_same_text_for_the_same_seed() {
     assert_refused(&fireclay(&context), 1, &["model.safetensors", "truncated"]);
 }
 
-/// A short run on text of the test's own: what it prints, as JSON lines.
+/// A short run on the test's own text: its output as JSON lines.
 fn sampled(source: &str, out: &Path, settings: &[&str]) -> Output {
     let own = ["seq_length=16", "sample_tokens=40", "tokenizer=char", "holdout=0.2"];
     let settings = own.iter().chain(settings).flat_map(|setting| ["--set", setting]);
@@ -208,7 +209,7 @@ fn a_trained_model_is_evaluated_and_talked_to() {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("the program starts");
         let lines = b"the kiln\n\n/nonsense\n/reset\nis hot\n";
-        // Refused at once, it may not wait for what is said.
+        // Refused at once, before it reads standard input.
         let _ = child.stdin.take().expect("a pipe").write_all(lines);
         child.wait_with_output().expect("the program ends")
     };
@@ -282,11 +283,11 @@ fn the_model_that_a_recipe_begins_with_is_fetched_however_it_is_named() {
         (&[text(&file)], 1, &["cannot reach http://127.0.0.1:9", "owner/in-a-file"]),
         (&["--data", "x", "--set", "init=owner/set"], 1, &["cannot reach http://127.0.0.1:9", "owner/set"]),
         (&["--init", "owner/in-an-option"], 1, &["cannot reach http://127.0.0.1:9", "owner/in-an-option"]),
-        // What cannot go together is said before anything is fetched.
+        // Contradictions are reported before any download.
         (&["stories", "--set", "init=owner/set"], 2, &["embedded stories", "--data"]),
     ];
     for (args, code, words) in ways {
-        // A port of this machine that nothing listens on.
+        // A local port without listener.
         let mut command = program();
         command.env("HF_ENDPOINT", "http://127.0.0.1:9").env("HF_HOME", folder.path());
         command
@@ -304,7 +305,7 @@ fn a_folder_that_cannot_be_written_is_refused_at_once() {
     fs::write(&file, "in the way").expect("a writable folder");
     assert_refused(&train(&["--plain", "--out", text(&file.join("run"))]), 1, &["file/run"]);
     if Path::new("/sys/kernel").exists() {
-        // Read-only whoever asks.
+        // Read-only even for root.
         assert_refused(&train(&["--plain", "--out", "/sys/kernel/run"]), 1, &["/sys/kernel/run"]);
     }
 }
@@ -325,7 +326,7 @@ fn a_run_is_never_overwritten() {
         fs::write(folder.path().join(file), "someone's").expect("a writable folder");
         let args = [&["--plain", "--out", text(folder.path())], &small()[..]].concat();
         assert_refused(&train(&args), 1, &["already holds a model", file]);
-        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is written beside {file}");
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing else is written with {file}");
     }
     let missing = folder.path().join("nothing");
     assert_refused(&train(&["--resume", "--plain", "--out", text(&missing)]), 1, &["no checkpoint"]);
@@ -338,7 +339,7 @@ fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
     let out = folder.path().join("run");
     assert!(train(&[&["--plain", "--out", text(&out)], &small()[..]].concat()).status.success());
     let before = fs::read(out.join("model.safetensors")).expect("a model");
-    // No file may grow beyond 4 KiB: writing fails as it does on a full disk.
+    // Files are limited to 4 KiB: writing fails as on a full disk.
     let command = format!(
         "ulimit -f 8; trap '' XFSZ; exec '{}' train --resume --steps 8 --plain --backend {} --out '{}'",
         binary().display(),
@@ -346,13 +347,13 @@ fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
         out.display()
     );
     let mut shell = Command::new("sh");
-    // With the kernels that the first run has kept: those need no room.
+    // With the kernels cached by the first run, which need no space.
     shell.envs(program().get_envs().filter_map(|(name, value)| Some((name, value?))));
     let output = shell.args(["-c", &command]).output().expect("a shell");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();
-    assert!(lines.len() == 1 && lines[0].contains("is whole"), "{stderr}");
+    assert!(lines.len() == 1 && lines[0].contains("is intact"), "{stderr}");
     assert_eq!(fs::read(out.join("model.safetensors")).expect("a model"), before);
     assert!(train(&["--resume", "--steps", "6", "--plain", "--out", text(&out)]).status.success(), "room again");
 }
@@ -366,7 +367,7 @@ fn a_damaged_checkpoint_is_named() {
     for name in ["optimizer.safetensors", "model.safetensors", "state.json"] {
         let file = out.join("training/step-00000004").join(name);
         let whole = fs::read(&file).expect("a checkpoint");
-        // A new file: the model is also linked as the folder's own.
+        // A new file: the model is also hard-linked in the folder itself.
         fs::remove_file(&file).and_then(|()| fs::write(&file, &whole[..whole.len() / 2])).expect("a writable folder");
         assert_refused(&train(&resume), 1, &[name]);
         fs::write(&file, whole).expect("a writable folder");

@@ -1,4 +1,5 @@
-//! Spellings of `config.json`: each has the loss that transformers has, or is refused by the name of what is not supported.
+//! Variants of `config.json`: each has the loss that transformers computes, or is refused with the
+//! name of the unsupported setting.
 
 use std::collections::HashMap;
 use std::fs;
@@ -13,7 +14,8 @@ use crate::backend_test;
 use crate::decoding::greedy;
 use crate::golden::folder;
 
-/// The weights that `tests/golden/configs.py` gives tensors of these shapes, in a file as on the hub.
+/// The weights that `tests/golden/configs.py` gives tensors of these shapes, in a file as on the
+/// hub.
 fn weights(shapes: &serde_json::Map<String, Value>) -> Vec<u8> {
     let mut names: Vec<&String> = shapes.keys().collect();
     names.sort();
@@ -34,7 +36,7 @@ fn weights(shapes: &serde_json::Map<String, Value>) -> Vec<u8> {
     safetensors::serialize(views, None).expect("a safetensors file")
 }
 
-/// What a model computes otherwise than transformers does.
+/// Deviations from transformers.
 fn difference<B: Backend>(model: &Transformer<B>, tokens: &[i32], case: &Value, device: &B::Device) -> Option<String> {
     let ids = |values: &[i32]| -> Tensor<B, 2, Int> {
         Tensor::from_data(TensorData::new(values.to_vec(), [1, values.len()]), device)
@@ -90,8 +92,8 @@ backend_test!(settings_of_config_json_are_used_as_in_transformers_or_refused_by_
 /// A tensor of a file: name, shape, dtype and bytes.
 type Kept = (String, Vec<usize>, Dtype, Vec<u8>);
 
-/// A folder of a small Llama, whose output projection is its embedding table, with other settings, and with the tensors that
-/// `edit` makes of its own.
+/// A folder of a small Llama with tied embeddings, with other settings, and with its tensors
+/// changed by `edit`.
 fn llama<B: Backend>(more: Value, edit: impl FnOnce(&mut Vec<Kept>), device: &B::Device) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     let model = TransformerConfig::llama(4, 8, 4, 1, 1).with_tied_embeddings(true).init::<B>(1, device);
@@ -115,7 +117,7 @@ fn llama<B: Backend>(more: Value, edit: impl FnOnce(&mut Vec<Kept>), device: &B:
     folder
 }
 
-/// A matrix `[4, 4]` of numbers that every dtype has, from the one at `first` on.
+/// A matrix `[4, 4]` of numbers from `first` on that every dtype represents.
 fn matrix(name: &str, dtype: Dtype, first: usize) -> Kept {
     let values = (first..first + 16).map(|at| [0.5f32, -1.0, 0.25, 2.0, -0.125, 1.5, 0.0][at % 7]);
     let e4m3 = |value: f32| match value {

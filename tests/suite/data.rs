@@ -1,4 +1,4 @@
-//! Texts of every kind, tokenized once, and what is wrong with them told in a line.
+//! Data of every format: tokenization, and error messages.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::cli::{TINY, assert_refused, program, text};
 
-/// A run that is over in a moment.
+/// A very short run.
 fn small() -> Vec<&'static str> {
     let run = [
         "--set",
@@ -78,7 +78,7 @@ fn a_text_gives_the_same_loss_in_every_form() {
     };
     let plain = loss(&at("a.jsonl"), "run-1", &[]);
     assert_eq!(loss(&at("a.jsonl.zst"), "run-2", &[]), plain);
-    // Tokens that were prepared bring their tokenizer.
+    // Prepared tokens bring their tokenizer.
     let tokens = at("tokens");
     let mut prepare = program();
     prepare.args(["prepare", "--tokenizer", &tokenizer, "--field", "body", "--json"]);
@@ -86,12 +86,12 @@ fn a_text_gives_the_same_loss_in_every_form() {
     let made = done(prepare);
     assert_eq!(made["documents"], 400);
     assert_eq!(loss(&tokens, "run-3", &[]), plain);
-    // Documents apart, or held out one by one, are other rows.
+    // Separate documents, or documents held out one by one, give other rows.
     assert_ne!(loss(&at("a.jsonl"), "run-4", &["--set", "documents_apart=true"]), plain);
     assert_ne!(loss(&at("a.jsonl"), "run-5", &["--set", "holdout_by=document"]), plain);
 }
 
-/// A frame of zstd with one block that is not compressed (RFC 8878).
+/// A zstd frame with one uncompressed block (RFC 8878).
 fn zstd_bytes(bytes: &[u8]) -> Vec<u8> {
     let mut frame = vec![0x28, 0xB5, 0x2F, 0xFD, 0xA0];
     frame.extend((bytes.len() as u32).to_le_bytes());
@@ -116,7 +116,7 @@ fn a_mixture_names_texts_and_weights() {
         ["--set", "corpora={\"a\" = 1.0}", "--set", "source=b.txt", "--out", text(&at("run-4"))].map(String::from);
     let both: Vec<&str> = both.iter().map(String::as_str).collect();
     assert_refused(&refused(train(folder.path(), &both)), 2, &["are both set"]);
-    // A mixture goes on, and notices when one of its texts changes.
+    // A mixture resumes, and notices when one of its sources changes.
     let resume = || {
         let mut command = program();
         command.args(["train", "--resume", "--json", "--steps", "6", "--backend", crate::backend().as_str(), "--out"]);
@@ -124,7 +124,7 @@ fn a_mixture_names_texts_and_weights() {
         command
     };
     fs::write(at("b.txt"), words()).expect("writable");
-    assert_refused(&refused(resume()), 1, &["corpus", "b.txt", "is not what it was"]);
+    assert_refused(&refused(resume()), 1, &["corpus", "b.txt", "changed (sha256 was"]);
     fs::write(at("b.txt"), words().to_uppercase()).expect("writable");
     assert_eq!(done(resume())["steps"], 6);
 }
@@ -142,7 +142,7 @@ fn tokens_that_do_not_fit_a_run_are_refused() {
     let run =
         |more: &[&str]| train(folder.path(), &[&["--data", text(&tokens), "--out", text(&at("run"))], more].concat());
     let other = format!("tokenizer={}", tokenizer(folder.path(), 320));
-    assert_refused(&refused(run(&["--set", &other])), 1, &["tokens", "another tokenizer than the run's"]);
+    assert_refused(&refused(run(&["--set", &other])), 1, &["tokens", "prepared with another tokenizer"]);
     assert_refused(&refused(run(&["--set", "holdout_by=document"])), 1, &["was prepared for holdout_by=tail"]);
     let stdin = train(folder.path(), &["--data", "-", "--out", text(&at("run"))]);
     assert_refused(&refused(stdin), 2, &["fireclay prepare --data -"]);
@@ -151,7 +151,7 @@ fn tokens_that_do_not_fit_a_run_are_refused() {
         ["--set", "tokenizer=byte", "--set", "documents_apart=true", "--data", text(&data), "--out", text(&out)];
     let bytes = train(folder.path(), &bytes);
     assert_refused(&refused(bytes), 1, &["a.txt", "has no token that ends a document"]);
-    // A shard that is damaged.
+    // A damaged shard.
     let shard = tokens.join("train-00000.tokens");
     let mut bad = fs::read(&shard).expect("a shard");
     bad[100] ^= 1;
@@ -173,7 +173,7 @@ fn text_that_is_none_is_refused_with_its_place() {
     assert_refused(
         &run("c.jsonl", b"{\"title\": \"a\"}"),
         1,
-        &["c.jsonl, line 1", "field 'text' but title", "--field NAME"],
+        &["c.jsonl, line 1", "no field 'text'; it has title", "--field NAME"],
     );
     assert_refused(&run("d.parquet", b"PAR1"), 1, &["d.parquet", "is not Parquet"]);
     assert_refused(&run("e.gz", b"no"), 1, &["e.gz"]);
@@ -195,7 +195,7 @@ fn every_command_that_asks_for_a_field_takes_it() {
     let (data, prompts, tokenizer) = (at("a.json"), at("prompts.json"), tokenizer(folder.path(), 300));
     let (run, tokens, made) = (at("run"), at("tokens"), at("made.json"));
     let backend = crate::backend();
-    // The run leaves the model that others read.
+    // The run writes the model for the next commands.
     let commands: [&[&str]; 5] = [
         &["train", "shakespeare-char-cpu", "--json", "--backend", backend.as_str(), "--out", text(&run), "--data"],
         &["prepare", "--json", "--tokenizer", &tokenizer, "--out", text(&tokens), "--data"],
@@ -213,14 +213,14 @@ fn every_command_that_asks_for_a_field_takes_it() {
             }
             command.output().expect("the program starts")
         };
-        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "but meta.body", "--field NAME"]);
+        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "it has meta.body", "--field NAME"]);
         let output = command(&["--field", "meta.body"]);
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
     let manifest = fs::read_to_string(tokens.join("tokens.json")).expect("a manifest");
     let manifest: Value = serde_json::from_str(&manifest).expect("JSON");
     assert_eq!((&manifest["documents"], &manifest["field"]), (&400.into(), &"meta.body".into()));
-    // A recipe's setting does the same, and standard input is JSON where it begins as JSON.
+    // A recipe's setting does the same, and standard input is JSON if it starts as JSON.
     let out = at("set");
     done(train(folder.path(), &["--data", text(&data), "--set", "field=meta.body", "--out", text(&out)]));
     let mut piped = program();
@@ -229,7 +229,7 @@ fn every_command_that_asks_for_a_field_takes_it() {
     assert_eq!(done(piped)["documents"], 400);
 }
 
-/// A run whose tokens are cut short in its middle says so, and what it has learnt is saved.
+/// A run whose tokens are truncated midway reports it, and saves its progress.
 #[cfg(unix)]
 #[test]
 fn tokens_that_vanish_while_a_run_reads_them_end_it_with_a_checkpoint() {
@@ -254,7 +254,7 @@ fn tokens_that_vanish_while_a_run_reads_them_end_it_with_a_checkpoint() {
     let output = child.wait_with_output().expect("it ends");
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{told}");
-    assert!(told.contains("cut short while it was read") && told.contains("saved at step"), "{told}");
+    assert!(told.contains("truncated while it was read") && told.contains("saved at step"), "{told}");
     let checkpoints = fs::read_dir(out.join("training")).expect("checkpoints").flatten();
     assert_eq!(checkpoints.filter(|entry| entry.path().is_dir()).count(), 1);
     fs::remove_dir_all(&tokens).expect("there");
@@ -284,7 +284,7 @@ fn a_disk_that_fills_while_tokens_are_written_loses_nothing() {
     let tokenizer = tokenizer(folder.path(), 300);
     let mut prepare = program();
     prepare.args(["prepare", "--json", "--tokenizer", &tokenizer, "--data", text(&data), "--out", text(&out)]);
-    // No file may have more than 64 KB, as if the disk were full then.
+    // Files are limited to 64 KB, as on a full disk.
     let limited = "ulimit -f 64; trap '' XFSZ; exec \"$0\" \"$@\"";
     let mut command = Command::new("bash");
     command.args(["-c", limited]).arg(prepare.get_program()).args(prepare.get_args());
@@ -304,7 +304,7 @@ fn tokens_of_nobody_knows_what_are_refused() {
     let tokenizer = tokenizer(folder.path(), 300);
     let mut prepare = program();
     prepare.args(["prepare", "--tokenizer", &tokenizer, "--data", text(&data), "--out", text(&out)]);
-    assert_refused(&prepare.output().expect("it starts"), 1, &["tokens.json", "says nothing of tokens"]);
+    assert_refused(&prepare.output().expect("it starts"), 1, &["tokens.json", "not a manifest of tokens"]);
 }
 
 #[test]
@@ -327,7 +327,7 @@ fn a_model_to_begin_from_keeps_its_tokenizer_or_takes_a_new_one_on_request() {
     let resized = done(run(&new, "fourth", &resized));
     let config = fs::read_to_string(at("fourth/config.json")).expect("a config");
     assert!(config.contains("\"vocab_size\": 340"), "{config}");
-    // What the model knew of shared tokens stays: it does better than one that knows nothing.
+    // The embeddings of shared tokens are kept: the model is better than a new one.
     let fresh = done(run(&new, "fifth", &["--set", "learning_rate=0"]));
     let loss = |done: &Value| done["valid_loss"].as_f64().expect("a loss");
     assert!(loss(&resized) < loss(&fresh) - 0.3, "{} and {}", loss(&resized), loss(&fresh));

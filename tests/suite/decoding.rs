@@ -1,4 +1,5 @@
-//! What must hold when text is written: the same tokens as transformers, alone and in a batch, and nothing on the bus.
+//! Invariants of decoding: the same tokens as transformers, alone and in a batch, without
+//! transfers.
 
 use burn::module::{AutodiffModule, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -19,7 +20,7 @@ use crate::golden::{Golden, folder};
 /// The folders that have goldens for decoding.
 const FAMILIES: [&str; 8] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "llama3", "llama_linear", "llama_yarn"];
 
-/// A cache whose rows have read a prompt each, with room for so many tokens in each, and what follows from their last tokens.
+/// A cache with a prefilled prompt per row, room for more tokens, and the logits after the prompts.
 fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> (Cache<B>, Vec<RowId>, Hidden<B>) {
     let mut cache = model.cache(prompts.len() * room.next_multiple_of(PAGE_TOKENS));
     let rows: Vec<RowId> = prompts.iter().map(|_| cache.add_row()).collect();
@@ -29,12 +30,12 @@ fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> 
     (cache, rows, hidden)
 }
 
-/// So many rows that take their likeliest tokens.
-pub(crate) fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
+/// Greedy sampling for this many rows.
+pub(crate) fn greedy_rows<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
     SampledRows::new(&vec![Sampling::greedy().into(); rows], device)
 }
 
-/// The likeliest tokens behind each prompt, `[prompt][step]`.
+/// The greedy tokens after each prompt, `[prompt][step]`.
 pub(crate) fn greedy<B: Backend>(
     model: &Transformer<B>,
     prompts: &[&[u32]],
@@ -43,7 +44,7 @@ pub(crate) fn greedy<B: Backend>(
 ) -> Vec<Vec<u32>> {
     let longest = prompts.iter().map(|prompt| prompt.len()).max().expect("prompts");
     let (mut cache, rows, hidden) = read(model, prompts, longest + steps);
-    let sampled = likeliest(rows.len(), device);
+    let sampled = greedy_rows(rows.len(), device);
     let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut written = vec![Vec::new(); prompts.len()];
     for step in 0..steps {
@@ -57,7 +58,7 @@ pub(crate) fn greedy<B: Backend>(
     written
 }
 
-/// Asserts that `call` panics with a message that has `part` in it.
+/// Asserts that `call` panics with a message that contains `part`.
 #[track_caller]
 fn refused<T>(part: &str, call: impl FnOnce() -> T) {
     let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)) else { panic!("no panic: {part}") };
@@ -75,12 +76,12 @@ backend_test!(a_cache_is_for_its_model_with_its_weights_and_for_its_own_rows::<B
     let own = read(&model, row);
     assert_eq!(own.dims(), [1, 32]);
     read(&model.clone(), row);
-    refused("a cache of another model", || read(&other, row));
-    refused("of other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
+    refused("belongs to another model", || read(&other, row));
+    refused("or other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
     let mut copies = model.clone();
     copies.put_copies(Default::default());
-    refused("of other weights", || read(&copies, row));
-    // Rows of another cache, whose numbers are others.
+    refused("or other weights", || read(&copies, row));
+    // Rows of another cache, with other ids.
     let mut foreign = other.cache(64);
     let stranger = foreign.add_row();
     assert_ne!(stranger, row);
@@ -105,7 +106,7 @@ backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(
             assert_eq!(written, wanted, "{name}, row {row} of a batch");
             assert_eq!(&greedy(&model, &prompts[row..=row], steps, &device)[0], wanted, "{name}, row {row} alone");
         }
-        // Without a cache, the whole text is read again for each token.
+        // Without a cache, the whole sequence is recomputed for each token.
         let mut text: Vec<i32> = prompts[0].iter().map(|token| *token as i32).collect();
         for wanted in &together[0][..12] {
             let ids = TensorData::new(text.clone(), [1, text.len()]);
@@ -129,7 +130,7 @@ backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(
     let Task::Language(language) = recipe.task()? else { panic!("stories are a language") };
     let batch = language.corpus.batch(BatchKey::new(9, 0), 16)?;
     let (width, rows) = (batch.inputs().len() / 16, 16);
-    // A third of each row is read at once, the rest token by token, as texts are written.
+    // Prefill a third of each row, then decode the rest token by token.
     let loss = |model: &Transformer<B>| {
         let text = |row: usize, at: usize| batch.inputs()[row * width + at];
         let begins: Vec<Vec<u32>> = (0..rows).map(|row| (0..width / 3).map(|at| text(row, at) as u32).collect()).collect();
@@ -140,7 +141,7 @@ backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(
             let logits = values(&model.logits(hidden.states().unsqueeze()).cast(DType::F32));
             for (row, logits) in logits.chunks_exact(logits.len() / rows).enumerate() {
                 let total: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
-                // What stands behind a story's end is no story.
+                // The padding after a story's end is ignored.
                 if let Ok(target) = usize::try_from(batch.targets()[row * width + at - 1]) {
                     sum += total.ln() - f64::from(logits[target]);
                     count += 1;
@@ -163,7 +164,7 @@ backend_test!(a_cache_of_int8_is_refused_where_heads_do_not_fit_it::<B>(device) 
     let tokenizer = Tokenizer::train(TokenizerKind::Char, "a potter")?;
     let refused = Generator::new(model, tokenizer, device).with_cache(CachePrecision::Int8).err().expect("heads of 6");
     let message = refused.to_string();
-    assert!(message.contains("this model's have 6") && message.contains("--cache-dtype"), "{message}");
+    assert!(message.contains("this model's is 6") && message.contains("--cache-dtype"), "{message}");
 });
 
 backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
@@ -194,7 +195,7 @@ backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
         assert_eq!(shown[row], together[row].text, "what is shown is what is given");
     }
     assert_ne!(together[0].tokens, together[1].tokens);
-    // The same prompt twice draws by two streams.
+    // The same prompt twice samples from two streams.
     let twice = generator.generate_batch(&[&prepared[0], &prepared[0]], 0, &options, |_, _| {})?;
     assert_ne!(twice[0].tokens, twice[1].tokens);
 });
@@ -229,13 +230,14 @@ backend_test!(a_text_that_fills_the_context_of_a_window_goes_on_from_its_end::<B
     tokenizer.save(&folder.path().join("tokenizer.json"))?;
     let generator = Generator::<B>::open(folder.path(), Precision::F32, device.clone())?;
     let options = GenerationOptions { temperature: 0.0, max_tokens: Some(70), ..GenerationOptions::default() };
-    // Of the last one alone, the sixteenth token fills the context, and is read at once with those before it.
+    // For the last one, the sixteenth token fills the context and is prefilled with those before
+    // it.
     let prompts = ["the fox", "a", "jumps over the lazy dog", "the fox."];
     assert_eq!(tokenizer.encode(prompts[3])?.len() + 16, context);
     let prepared: Vec<_> = prompts.iter().map(|prompt| generator.prepare(prompt, &options).expect("a window")).collect();
     let together = generator.generate_batch(&prepared.iter().collect::<Vec<_>>(), 0, &options, |_, _| {})?;
     for ((prompt, prepared), together) in prompts.iter().zip(&prepared).zip(together) {
-        // Half of the context is read again each time that it is full.
+        // Each time the context is full, half of it is recomputed.
         let mut text = tokenizer.encode(prompt)?;
         let begun = text.len();
         while text.len() < begun + 70 {
@@ -280,7 +282,7 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
             let reads = kept.into_iter().fold(burn::tensor::Transaction::<B>::default(), |all, one| all.register(one));
             reads.try_execute().expect("tokens")
         };
-        // Kernels are compiled and memory is taken in the first steps.
+        // The first steps compile kernels and allocate memory.
         decode(8);
         let recording = Recording::start::<B>(&device).expect("a recording");
         let tokens = decode(8);
@@ -288,7 +290,7 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
         assert_eq!(tokens.len(), 8);
         println!("{report}");
         assert!(report.fallbacks.is_empty(), "{report}");
-        // Whole steps are one operation, and drawing from their logits is another.
+        // A fused step is one operation, and sampling from its logits another.
         let whole = report.calls("decode_step");
         assert!(whole == 8 || whole == 0, "{report}");
         assert_eq!(report.calls("cached_attention"), (8 - whole) * 4, "{report}");
@@ -301,9 +303,9 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
                 let down = bytes(report.total.to_host).expect("counted");
                 assert!(down <= 8 * 8 * batch_size as u64, "a number a row comes down: {report}");
                 assert_eq!(report.total.allocations, Some(0), "{report}");
-                // Each tensor that is read is waited for; the device as a whole never is.
+                // Each tensor read is waited for, but never the whole device.
                 assert!(report.total.synchronisations.is_some_and(|waits| waits <= 8), "{report}");
-                // Seven kernels a layer in f32, where norms have their own, and what stands around the layers.
+                // Seven kernels per layer in f32, with separate norms, and those around the layers.
                 assert!(report.total.launches.is_some_and(|launches| launches <= 8 * (4 * 7 + 7)), "{report}");
             }
         }
@@ -315,7 +317,7 @@ backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
     let config = TransformerConfig::llama(50, steps + 40, 32, 2, 4).with_init_deviation(0.3);
     let model: Transformer<B> = config.init(3, &device)?;
     let (mut cache, rows, hidden) = read(&model, &[&[1, 2, 3]], steps + 20);
-    let sampled = likeliest(1, &device);
+    let sampled = greedy_rows(1, &device);
     let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut decode = |count: usize| {
         for step in 0..count {
@@ -327,14 +329,14 @@ backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
         }
         next.to_data();
     };
-    // Beyond one piece of keys, where the parts of the sums take memory of their own.
+    // Beyond one piece of keys, where partial sums need their own memory.
     decode(10);
     let recording = Recording::start::<B>(&device).expect("a recording");
     decode(steps);
     let report = recording.stop().expect("a report");
     assert_eq!(cache.length(rows[0]), 3 + 10 + steps);
     if report.source == Source::Cupti {
-        // What the longest row needs is taken as rows grow, in ever the same pages.
+        // Memory for the longest row is allocated as rows grow, from the same pool pages.
         assert!(report.total.allocations.is_some_and(|allocations| allocations <= 2), "{report}");
     }
 });

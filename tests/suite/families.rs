@@ -1,4 +1,4 @@
-//! What must hold for every family of models.
+//! Invariants of every model family.
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::Backend;
@@ -7,7 +7,7 @@ use fireclay_model::{ModelFolder, NormKind, Positions, Transformer, TransformerC
 use crate::backend_test;
 use crate::compare::{assert_close, tolerance};
 
-/// A small model of every causal family, and shapes of none.
+/// A small model of every causal family, and custom shapes.
 fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
     let gpt2 = TransformerConfig::gpt2(50, 24, 32, 2, 4);
     let llama = TransformerConfig::llama(50, 24, 32, 2, 4);
@@ -38,7 +38,8 @@ backend_test!(cached_decode_equals_the_full_forward_token_by_token::<B>(device) 
         let tokens: Vec<u32> = ids.into_data().iter::<i64>().map(|id| id as u32).collect();
         let mut cache = model.cache(2 * 64);
         let rows = [cache.add_row(), cache.add_row()];
-        // Prompts of eight and of three, then a token at a time, and at last several of one row beside one of the other.
+        // Prompts of eight and of three, then one token at a time, finally several of one row with
+        // one of the other.
         let mut steps = vec![[0..8, 0..3]];
         steps.extend((0..9).map(|at| [8 + at..9 + at, 3 + at..4 + at]));
         steps.push([17..20, 12..13]);
@@ -60,7 +61,7 @@ backend_test!(each_layer_has_its_own_window::<B>(device) {
         model.forward(tokens::<B>(2, 20, &device))
     };
     let windows = |windows: [usize; 2]| hidden(llama.clone().with_layer_windows(windows.to_vec()));
-    // All alike, as one setting of the model says it; and no window.
+    // All alike, as with a single setting; and no window.
     assert_close("windows of 4", &windows([4, 4]), &hidden(llama.clone().with_sliding_window(Some(4))), 0.0);
     assert_close("no windows", &windows([0, 0]), &hidden(llama.clone()), 0.0);
     let differ = |a: &Tensor<B, 3>, b: &Tensor<B, 3>| {
@@ -68,11 +69,11 @@ backend_test!(each_layer_has_its_own_window::<B>(device) {
     };
     let all = [windows([4, 0]), windows([0, 4]), windows([4, 4]), windows([0, 0])];
     for (at, a) in all.iter().enumerate() {
-        // Up to the fourth token the windows hide nothing.
+        // Up to the fourth token the windows have no effect.
         assert_close("the first tokens", &a.clone().narrow(1, 0, 4), &all[0].clone().narrow(1, 0, 4), 1e-5);
         assert!(all[..at].iter().all(|b| differ(a, b) > 1e-2), "windows {at} are like others");
     }
-    // With windows of four in both layers a token depends on the six before it.
+    // With windows of four in both layers, a token depends on the six before it.
     let model: Transformer<B> = llama.clone().with_layer_windows(vec![4, 4]).init(3, &device)?;
     let ids = tokens::<B>(1, 12, &device);
     let changed = Tensor::cat(vec![ids.clone().narrow(1, 0, 5).add_scalar(1), ids.clone().narrow(1, 5, 7)], 1);

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{Backend, BlockFormat, Format};
-use fireclay_model::{ActivationKind, Family, ModelFolder, Positions, RotaryScaling, Transformer, TransformerConfig};
+use fireclay_model::{
+    ActivationKind, Family, MatrixDtype, ModelFolder, Positions, RotaryScaling, Transformer, TransformerConfig,
+};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 
@@ -25,12 +27,12 @@ enum Key {
     Text(&'static str),
 }
 
-/// A tensor: name, shape, the number of its type, bytes.
+/// A tensor: name, shape, type number, bytes.
 type Described = (String, Vec<usize>, u32, Vec<u8>);
 
 const F32: u32 = 0;
 
-/// A file that a test writes.
+/// A file written by a test.
 #[derive(Clone, Default)]
 struct File {
     keys: Vec<(String, Key)>,
@@ -38,7 +40,7 @@ struct File {
 }
 
 impl File {
-    /// With a key in place of one of the same name.
+    /// Adds or replaces a key.
     fn with(mut self, name: &str, value: Key) -> Self {
         self.keys.retain(|(known, _)| known != name);
         self.keys.push((name.into(), value));
@@ -97,7 +99,7 @@ impl File {
     }
 }
 
-/// Bytes without a pattern.
+/// Pseudo-random bytes.
 fn noise(seed: u64) -> impl FnMut() -> u8 {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     move || {
@@ -108,13 +110,13 @@ fn noise(seed: u64) -> impl FnMut() -> u8 {
     }
 }
 
-/// The number that files have for a format.
+/// The type number of a format.
 fn number(format: BlockFormat) -> u32 {
     [2, 3, 6, 7, 8, 10, 11, 12, 13, 14]
         [BlockFormat::ALL.iter().position(|known| *known == format).expect("one of them")]
 }
 
-/// Blocks of noise, with small scales where a block has f16.
+/// Random blocks, with small scales where a block has f16.
 fn blocks(format: BlockFormat, weights: usize, seed: u64) -> Vec<u8> {
     let halves: &[usize] = match format {
         BlockFormat::Q4_0 | BlockFormat::Q5_0 | BlockFormat::Q8_0 => &[0],
@@ -123,7 +125,7 @@ fn blocks(format: BlockFormat, weights: usize, seed: u64) -> Vec<u8> {
         BlockFormat::Q3K => &[108],
         BlockFormat::Q6K => &[208],
     };
-    // So that weights are about 0.05 in each.
+    // So that weights are about 0.05.
     let scale = match format {
         BlockFormat::Q8_0 => 0.0008,
         BlockFormat::Q2K => 0.004,
@@ -159,7 +161,7 @@ fn llama_keys(d_model: u32, layers: u32) -> File {
     file.with("llama.attention.layer_norm_rms_epsilon", Key::F32(1e-5))
 }
 
-/// Names and shapes of its tensors, and the hub's names.
+/// Names and shapes of its tensors, with the hub's names.
 fn llama_tensors(d: usize, layers: usize, vocab: usize) -> Vec<(String, String, Vec<usize>)> {
     let mut tensors = vec![
         ("token_embd.weight".to_string(), "model.embed_tokens.weight".to_string(), vec![vocab, d]),
@@ -184,7 +186,7 @@ fn llama_tensors(d: usize, layers: usize, vocab: usize) -> Vec<(String, String, 
     tensors
 }
 
-/// The same model as a GGUF file of a format, and as the hub's folder of its weights.
+/// The same model as a GGUF file in a format, and as a hub folder of its weights.
 fn pair(format: BlockFormat, folder: &Path) -> PathBuf {
     const D: usize = 256;
     let mut file = llama_keys(D as u32, 1);
@@ -275,7 +277,7 @@ backend_test!(a_quantized_file_computes_as_its_dequantized_weights_in_every_form
         let hub = logits(&ModelFolder::new(folder.path()).load::<B>(&device)?, &tokens, &device);
         let (difference, name) = (largest_difference(&gguf, &hub), format.name());
         assert!(difference < 1e-3 && hub.iter().any(|logit| logit.abs() > 0.1), "{name}: {difference}");
-        // One tensor at a time in other precisions, as of a folder.
+        // Other precisions load one tensor at a time, as from a folder.
         let of = |path: &Path| -> Result<Vec<f32>, fireclay::Failure> {
             let model = ModelFolder::new(path).load_in::<B>(Format::Int8, &mut |_, _| {}, &device)?;
             Ok(logits(&model, &tokens, &device))
@@ -285,6 +287,62 @@ backend_test!(a_quantized_file_computes_as_its_dequantized_weights_in_every_form
         let mut read = (0, 0);
         ModelFolder::new(&path).load_in::<B>(FloatDType::F32, &mut |done, total| read = (done, total), &device)?;
         assert!(read.0 == read.1 && read.1 < fs::metadata(&path).expect("a file").len(), "{read:?}");
+    }
+});
+
+/// How far predictions of `own` logits, in rows of `vocabulary`, are from those of `wanted`: the mean of their KL divergences, in
+/// nats, and the rows where the first token differs although the margin is larger than the rows' own difference.
+fn divergence(own: &[f32], wanted: &[f32], vocabulary: usize) -> (f64, usize) {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let max = row.iter().fold(f64::NEG_INFINITY, |max, x| max.max(f64::from(*x)));
+        let sum = row.iter().map(|x| (f64::from(*x) - max).exp()).sum::<f64>().ln();
+        row.iter().map(|x| f64::from(*x) - max - sum).collect()
+    };
+    let top = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a vocabulary");
+    let rows = own.chunks_exact(vocabulary).zip(wanted.chunks_exact(vocabulary));
+    let (mut nats, mut count, mut wrong) = (0.0, 0, 0);
+    for (own, wanted) in rows {
+        let (p, q) = (log_softmax(wanted), log_softmax(own));
+        nats += p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+        count += 1;
+        let (first, furthest) = (top(wanted), largest_difference(own, wanted));
+        let second = wanted.iter().enumerate().filter(|(at, _)| *at != first).map(|(_, x)| *x).fold(f32::MIN, f32::max);
+        wrong += usize::from(top(own) != first && wanted[first] - second > 2.0 * furthest);
+    }
+    (nats / f64::from(count), wrong)
+}
+
+backend_test!(a_file_predicts_as_it_is_stored_what_its_dequantized_weights_do::<B>(device) {
+    let tokens: Vec<i32> = (0..30).map(|at| at * 17 % 61).collect();
+    let stored = |path: &Path, tokens: &[i32]| -> Result<Vec<f32>, fireclay::Failure> {
+        let model = ModelFolder::new(path).load_in::<B>(MatrixDtype::Stored, &mut |_, _| {}, &device)?;
+        // A prompt of many tokens, and few.
+        let few = logits(&model, &tokens[..3], &device);
+        let all = logits(&model, tokens, &device);
+        let vocabulary = all.len() / tokens.len();
+        let (nats, _) = divergence(&few, &all[..3 * vocabulary], vocabulary);
+        assert!(nats < 1e-4, "{}: {nats} nats between few rows and many", path.display());
+        Ok(all)
+    };
+    for format in BlockFormat::ALL {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = pair(format, folder.path());
+        let wanted = logits(&ModelFolder::new(folder.path()).load::<B>(&device)?, &tokens, &device);
+        let (nats, wrong) = divergence(&stored(&path, &tokens)?, &wanted, 61);
+        assert!(nats < 1e-3 && wrong == 0, "{}: {nats} nats, {wrong} wrong", format.name());
+        let encodings = ModelFolder::new(&path).encodings()?;
+        assert_eq!(encodings[0].0, format.name());
+        // Nothing is asked for: the file's own format.
+        let wrong = divergence(&wanted.iter().rev().copied().collect::<Vec<_>>(), &wanted, 61).0;
+        assert!(wrong > 10.0 * nats && wrong > 1e-2, "{}: {wrong} nats of a wrong order", format.name());
+    }
+    let golden = Golden::open("gguf/models.safetensors");
+    for name in ["llama", "llama3", "llama_mixed", "mistral", "qwen2", "qwen3", "gpt2"] {
+        let tokens: Vec<i32> = golden.values(&format!("{name}.tokens")).iter().map(|token| *token as i32).collect();
+        let wanted = golden.values(&format!("{name}.logits"));
+        let own = stored(&folder(&format!("gguf/{name}.gguf")), &tokens)?;
+        let (nats, wrong) = divergence(&own, wanted, wanted.len() / tokens.len());
+        assert!(nats < 1e-3 && wrong == 0, "{name}: {nats} nats, {wrong} wrong");
     }
 });
 
@@ -360,11 +418,11 @@ fn metadata_becomes_the_config_of_the_hub() {
             base().with("llama.use_parallel_residual", Key::Bool(true)),
             ["use_parallel_residual is true", "not supported"],
         ),
-        (base().with("llama.rope.dimension_count", Key::U32(8)), ["llama.rope.dimension_count is 8", "have 16"]),
+        (base().with("llama.rope.dimension_count", Key::U32(8)), ["llama.rope.dimension_count is 8", "heads of 16"]),
         (base().with("llama.attention.value_length", Key::U32(8)), ["llama.attention.value_length is 8", "16"]),
         (
             base().with("llama.attention.head_count", Key::I32s(vec![4, 2])),
-            ["llama.attention.head_count", "layer to layer"],
+            ["llama.attention.head_count", "differs between layers"],
         ),
         (scaled("su"), ["llama.rope.scaling.type is 'su'", "not supported"]),
         (scaled("longrope"), ["rope_factors_short.weight", "missing"]),
@@ -401,8 +459,8 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
         refusal(edited)
     };
     assert!(edited(0, b"GGML").contains("not a GGUF file"));
-    assert!(edited(0, b"tjgg").contains("before GGUF"));
-    assert!(edited(4, &1u32.to_le_bytes()).contains("version 1"));
+    assert!(edited(0, b"tjgg").contains("older than GGUF"));
+    assert!(edited(4, &1u32.to_le_bytes()).contains("version 1;"));
     assert!(edited(4, &4u32.to_le_bytes()).contains("version 4"));
     assert!(edited(4, &3u32.to_be_bytes()).contains("big-endian"));
     assert!(refusal(whole[..whole.len() - 1].to_vec()).contains("truncated"));
@@ -415,13 +473,13 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     let key = |file: &mut File, name: &str, value: Key| *file = file.clone().with(name, value);
     assert!(with(&|file| key(file, "general.alignment", Key::U32(24))).contains("general.alignment is 24"));
     assert!(with(&|file| key(file, "general.alignment", Key::U32(0))).contains("general.alignment is 0"));
-    assert!(with(&|file| file.keys.push(("llama.block_count".into(), Key::U32(1)))).contains("two keys llama.block_count"));
-    assert!(with(&|file| file.tensors.push(file.tensors[2].clone())).contains("two tensors output_norm.weight"));
+    assert!(with(&|file| file.keys.push(("llama.block_count".into(), Key::U32(1)))).contains("duplicate key llama.block_count"));
+    assert!(with(&|file| file.tensors.push(file.tensors[2].clone())).contains("duplicate tensor output_norm.weight"));
     for (kind, name) in [(20, "IQ4_NL"), (16, "IQ2_XXS"), (9, "Q8_1"), (34, "TQ1_0"), (39, "MXFP4"), (26, "I32"), (77, "type 77")] {
         let message = with(&|file| file.tensors[3].2 = kind);
         assert!(message.contains(name) && message.contains("blk.0.attn_q.weight"), "{message}");
     }
-    // Rows of 64 are no blocks of 256.
+    // Rows of 64 are not multiples of blocks of 256.
     let message = with(&|file| file.tensors[3].2 = 12);
     assert!(message.contains("blk.0.attn_q.weight") && message.contains("Q4_K has blocks of 256"), "{message}");
     let message = with(&|file| { file.tensors.remove(3); });
@@ -430,18 +488,18 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     assert!(message.contains("blk.0.kiln.weight is not part of such a model"), "{message}");
     let message = with(&|file| file.tensors[3].1 = vec![32, 128]);
     assert!(message.contains("blk.0.attn_q.weight has shape [32, 128] instead of [64, 64]"), "{message}");
-    // The last tensor's offset, upon the first, beside the grid and beyond the end.
+    // The last tensor's offset: overlapping the first, misaligned, and beyond the end.
     let name = b"blk.0.ffn_norm.weight";
     let at = whole.windows(name.len()).position(|window| window == name).expect("a tensor") + name.len() + 4 + 8 + 4;
-    assert!(edited(at, &0u64.to_le_bytes()).contains("lie upon each other"));
-    assert!(edited(at, &8u64.to_le_bytes()).contains("no multiple of 32"));
+    assert!(edited(at, &0u64.to_le_bytes()).contains("overlap"));
+    assert!(edited(at, &8u64.to_le_bytes()).contains("not a multiple of 32"));
     assert!(edited(at, &(1u64 << 40).to_le_bytes()).contains("truncated"));
     assert!(edited(at, &(u64::MAX - 31).to_le_bytes()).contains("damaged"));
     let message = ModelFolder::new(folder.path().join("none.gguf")).config().expect_err("no file").to_string();
     assert!(message.contains("none.gguf"), "{message}");
 });
 
-/// A golden file's model in parts, as they are named: each tensor goes to the next one in turn.
+/// A golden file's model in several parts: tensors are distributed in turn.
 fn parts(file: &File, folder: &Path, count: u32) -> Vec<PathBuf> {
     let part = |part: u32| {
         let path = folder.join(format!("model-{:05}-of-{count:05}.gguf", part + 1));
@@ -486,7 +544,7 @@ backend_test!(parts_are_one_model_and_a_missing_one_is_named::<B>(device) {
     assert!(refusal(&paths[0]).contains("is not part 3 of 3"));
     File::default().with("split.no", Key::U32(2)).with("split.count", Key::U32(3)).write(&paths[2]);
     let message = refusal(&paths[0]);
-    assert!(message.contains("its parts have 8 tensors, and not 12"), "{message}");
+    assert!(message.contains("its parts have 8 tensors instead of 12"), "{message}");
 });
 
 /// The program with a model, on the backend under test.
@@ -541,7 +599,7 @@ fn every_command_takes_a_gguf_file_as_a_model() {
     let output = with_model("predict", &model, &["--text", "x"]);
     assert_refused(&output, 1, &["qwen2.gguf", "not trained on utterances"]);
     let output = with_model("generate", &folder("gguf"), &["--prompt", "x"]);
-    assert_refused(&output, 1, &["there is no config.json, but gpt2.gguf", "in place of its folder"]);
+    assert_refused(&output, 1, &["there is no config.json, but gpt2.gguf", "instead of its folder"]);
     let damaged = data.path().join("damaged.gguf");
     fs::write(&damaged, &fs::read(&model).expect("a file")[..5000]).expect("writable");
     assert_refused(&with_model("generate", &damaged, &["--prompt", "x"]), 1, &["damaged.gguf", "truncated"]);

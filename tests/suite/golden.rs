@@ -1,4 +1,4 @@
-//! Against PyTorch and transformers: see `tests/golden/make.py`.
+//! Comparison with PyTorch and transformers: see `tests/golden/make.py`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ pub(crate) fn folder(name: &str) -> PathBuf {
 }
 
 /// The tensors of a file as f32, integers included.
-fn read(path: &Path) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
+pub(crate) fn read(path: &Path) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
     let bytes = std::fs::read(path).expect("a golden file");
     let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
     let tensors = file.tensors().into_iter().map(|(name, view)| {
@@ -45,7 +45,7 @@ fn read(path: &Path) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
     tensors.collect()
 }
 
-/// A file of goldens, with its tensors on a device.
+/// A golden file, with its tensors on a device.
 pub(crate) struct Golden(HashMap<String, (Vec<usize>, Vec<f32>)>);
 
 impl Golden {
@@ -76,8 +76,8 @@ impl Golden {
     }
 }
 
-/// That the largest difference is within what f32 allows; where sums are in another order than on the CPU, Adam may make more of
-/// a gradient that is rounding alone.
+/// Checks that the largest difference is within f32 rounding; where sums have another order than on
+/// the CPU, Adam may amplify a gradient that is only rounding.
 #[track_caller]
 fn assert_near<B: Backend>(what: &str, ours: &[f32], golden: &[f32], bound: f32, device: &B::Device) {
     let bound = if B::name(device).contains("cuda") { bound * 200.0 } else { bound };
@@ -91,7 +91,7 @@ backend_test!(operations_match_pytorch::<B>(device) {
     let golden = Golden::open("ops.safetensors");
     let tolerance = tolerance::<B>(&device);
     type A<B> = Autodiff<B>;
-    // Output against golden, then each input's gradient under the name given.
+    // The output against the golden one, then each input's gradient under the given name.
     let check = |case: &str, output: &str, value: Tensor<A<B>, 1>, inputs: &[(&str, Tensor<A<B>, 1>)]| {
         golden.assert::<B, 1>(&format!("{case}.{output}"), &value.clone().inner(), tolerance);
         let upstream = golden.values(&format!("{case}.grad_output"));
@@ -102,7 +102,7 @@ backend_test!(operations_match_pytorch::<B>(device) {
             golden.assert::<B, 1>(&format!("{case}.d_{name}"), &gradient, tolerance);
         }
     };
-    // An input flat, so that all can stand in one list, and the shape to give it back.
+    // A flattened input, so that all fit in one list, with its shape.
     let input = |case: &str, name: &str| {
         let (shape, values) = &golden.0[&format!("{case}.{name}")];
         (Tensor::<A<B>, 1>::from_data(values.as_slice(), &device).require_grad(), shape.clone())
@@ -196,7 +196,7 @@ backend_test!(scores_of_pairs_match_transformers::<B>(device) {
     assert!(ScoreHead::<B>::open(&crate::golden::folder("bert"), &device)?.is_none());
 });
 
-/// A model with other values of its parameters, in their order: to name gradients as the hub does, by saving them.
+/// A model with other parameter values, in order: saving it gives gradients the hub's names.
 fn with_values<B: Backend>(model: Transformer<B>, new: Vec<Option<Tensor<B, 1>>>) -> Transformer<B> {
     struct Filler<B: Backend>(std::vec::IntoIter<Option<Tensor<B, 1>>>);
     impl<B: Backend> ModuleMapper<B> for Filler<B> {
@@ -275,7 +275,7 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
     check("train_grad_norms", &norms, 2e-5);
     for (key, (_, ours)) in by_hub_name(&model.valid()) {
         let wanted = golden.values(&format!("after.{key}"));
-        // The gradient of a key's bias is rounding alone, which Adam blows up to a full step.
+        // The gradient of a key's bias is only rounding, which Adam amplifies to a full step.
         let keys = if name == "gpt2" && key.ends_with("c_attn.bias") { 24..48 } else { 0..0 };
         let kept = |values: &[f32]| -> Vec<f32> {
             values.iter().enumerate().filter(|(at, _)| !keys.contains(at)).map(|(_, value)| *value).collect()

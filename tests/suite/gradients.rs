@@ -1,4 +1,4 @@
-//! Gradients against finite differences: the slope along a random direction.
+//! Gradients against finite differences along a random direction.
 
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor};
@@ -10,8 +10,8 @@ use fireclay_kernels::{
 use crate::backend_test;
 use crate::compare::random;
 
-/// Compares `<gradient, direction>` with the central difference of `f` along it, for the first input: along the one of some
-/// random directions in which `f` changes most.
+/// Compares `<gradient, direction>` with the central difference of `f` along it, for the first
+/// input: along the random direction, of several, in which `f` changes most.
 #[track_caller]
 fn assert_slope<B: Backend, const D: usize, const O: usize>(
     what: &str,
@@ -38,7 +38,8 @@ fn assert_slope<B: Backend, const D: usize, const O: usize>(
     let (input, output) = scalar(x.clone());
     let gradient = input.grad(&output.backward()).expect("a gradient");
     let slope = (gradient * direction).sum().into_data().iter::<f32>().next().map(f64::from).expect("a value");
-    // A difference of f32 values is good to about their spacing over the step; a slope near zero would show nothing.
+    // The accuracy of an f32 difference is about their spacing over the step; a slope near zero
+    // would show nothing.
     let allowed = 5e-3 * difference.abs() + 2e-3;
     assert!(difference.abs() > 0.02, "{what}: a slope of {difference} is too small to be seen");
     assert!((slope - difference).abs() < allowed, "{what}: gradient says {slope}, difference {difference}");

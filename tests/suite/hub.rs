@@ -1,4 +1,4 @@
-//! Checkpoints as the hub lays them out, and what is done with them: evaluation and conversation.
+//! Checkpoints in the hub's layout: loading, evaluation, chat.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -125,7 +125,7 @@ backend_test!(weights_that_do_not_fit_are_named::<B>(device) {
     assert!(message.contains(query) && message.contains("I32"), "{message}");
     let message = refusal(&|tensors| tensors.retain(|name, _| !name.contains("layers")));
     assert!(message.contains("and 15 more"), "{message}");
-    // What older versions stored, and what says nothing new, does no harm.
+    // Tensors of older versions and redundant ones do no harm.
     let mut more = whole.clone();
     more.insert("model.layers.0.self_attn.rotary_emb.inv_freq".into(), (Dtype::F32, vec![4], vec![0; 16]));
     store(&path, &more);
@@ -134,7 +134,7 @@ backend_test!(weights_that_do_not_fit_are_named::<B>(device) {
 
 const TEXT: &str = "a kiln, a potter and a bowl of clay; the potter turns the bowl, and the kiln bakes it.";
 
-/// A folder with a small model of the characters of [`TEXT`].
+/// A folder with a small model over the characters of [`TEXT`].
 fn writer<B: Backend>(device: &B::Device) -> (tempfile::TempDir, Transformer<B>, Tokenizer) {
     let tokenizer = Tokenizer::train(TokenizerKind::Char, &format!("{TEXT}[]:")).expect("a tokenizer");
     let config = TransformerConfig::llama(tokenizer.vocab_size(), 96, 32, 2, 4).with_n_kv_heads(2);
@@ -149,7 +149,7 @@ backend_test!(an_evaluation_is_the_mean_over_every_token_once::<B>(device) {
     std::fs::write(&data, TEXT).expect("writable");
     let tokens: Vec<i32> = tokenizer.encode(TEXT)?.into_iter().map(|token| token as i32).collect();
     for (context, stride) in [(16, 5), (16, 16), (96, 48)] {
-        // A row at a time, each target from the first window that has it.
+        // One row at a time, with each target from the first window that has it.
         let (mut sum, mut done, mut start) = (0.0, 0, 0);
         while done < tokens.len() - 1 {
             let end = (start + context).min(tokens.len() - 1);
@@ -202,7 +202,7 @@ backend_test!(int8_weights_predict_nearly_as_well::<B>(device) {
     assert!(refused.contains("cannot be saved"), "{refused}");
 });
 
-/// Logits by transformers of the tokens of `ids()`, for each folder that it is given.
+/// Logits of transformers for the tokens of `ids()`, for each given folder.
 const SCRIPT: &str = "
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -213,7 +213,7 @@ for folder in sys.argv[1:]:
     print(json.dumps(logits.flatten().tolist()))
 ";
 
-/// Where there is a Python with transformers: `FIRECLAY_PYTHON`, or `python3`.
+/// If there is a Python with transformers: `FIRECLAY_PYTHON`, or `python3`.
 #[test]
 fn folders_that_are_saved_open_in_transformers() {
     type B = burn::backend::NdArray;
@@ -251,7 +251,7 @@ backend_test!(a_conversation_answers_as_if_it_were_read_anew::<B>(device) {
     let (folder, ..) = writer::<B>(&device);
     let template = "{% for message in messages %}[{{ message.content }}]{% endfor %}:";
     std::fs::write(folder.path().join("chat_template.jinja"), template).expect("writable");
-    // Of what is in the cache, too, words lose by being repeated.
+    // The repetition penalty also applies to words in the cache.
     let penalties = Penalties { repetition: 1.3, ..Default::default() };
     let options = GenerationOptions { temperature: 0.0, max_tokens: Some(9), penalties, ..Default::default() };
     let open = || Generator::<B>::open(folder.path(), Precision::F32, device.clone());
@@ -262,7 +262,7 @@ backend_test!(a_conversation_answers_as_if_it_were_read_anew::<B>(device) {
         let read = conversation.room().0;
         let answer = conversation.answer(said, &options, |text| shown.push_str(text))?;
         assert_eq!((answer.tokens.len(), &shown), (9, &answer.text));
-        // What was said before this answer, in a new conversation's cache.
+        // The messages before this answer, in a new conversation's cache.
         let before = &conversation.messages()[..conversation.messages().len() - 1];
         let text = ChatTemplate::open(folder.path())?.render(&before.into())?;
         let generator = open()?;

@@ -1,4 +1,4 @@
-//! That training learns, and learns the same however its batch is cut.
+//! Training learns, and the split of a batch does not matter.
 
 use burn::module::AutodiffModule;
 use burn::tensor::DType;
@@ -31,13 +31,13 @@ backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(d
         ("learning_rate", "1e-2"),
         ("weight_decay", "0"),
     ]);
-    // Letters in no order at all: nothing to learn but the batch itself.
+    // Random letters: there is nothing to learn but the batch itself.
     let key = RandomKey::new(6);
     let text: String = (0..300).map(|at| char::from(b'A' + (key.bits(0, at) % 40) as u8)).collect();
     let tokenizer = Tokenizer::train(TokenizerKind::Char, &text)?;
     let letters = Corpus::Text(TextCorpus::new(tokenizer.encode(&text)?, 16, 0.2)?);
-    // Four rows that differ in their first letter, or the second could not be foretold; and none that begins with a
-    // pair, since rotary positions cannot tell one letter from two of it.
+    // Four rows that differ in their first letter, so that the second is predictable; none begins
+    // with a pair, since rotary positions cannot distinguish one letter from two.
     let distinct = |batch: &TokenBatch| {
         let mut first: Vec<i32> = batch.inputs().iter().step_by(16).copied().collect();
         first.sort_unstable();
@@ -57,7 +57,8 @@ backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(d
 });
 
 backend_test!(accumulated_gradients_equal_those_of_the_large_batch::<B>(device) {
-    // A large epsilon makes a step proportional to its gradient: Adam's own blows rounding up to full steps.
+    // A large epsilon makes a step proportional to its gradient: Adam's own amplifies rounding to
+    // full steps.
     let run = |accumulation: &str, batch_size: &str| {
         let fixed = [("epsilon", "1.0"), ("learning_rate", "0.3"), ("weight_decay", "0")];
         let recipe = recipe(&[&fixed[..], &[("accumulation", accumulation), ("batch_size", batch_size)]].concat());
@@ -97,7 +98,7 @@ backend_test!(checkpoints_change_neither_losses_nor_gradients::<B>(device) {
         let steps: Vec<_> = (0..3).map(|_| trainer.train_step().expect("in memory")).collect();
         read_steps(&steps).expect("losses")
     };
-    // Elsewhere than on the CPU each recipe is compiled for.
+    // On other backends than the CPU, each recipe compiles kernels.
     let (tasks, sizes) = if B::is_synchronous() { (2, 4) } else { (1, 1) };
     for task in ["language", "intent_slot"].into_iter().take(tasks) {
         let kept = steps(task, "0");
@@ -123,7 +124,7 @@ backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
 });
 
 backend_test!(stories_are_learnt_faster_than_word_frequencies_explain::<B>(device) {
-    // Faster than the recipe itself, which has more steps to get there.
+    // Faster than the shipped recipe, which has more steps.
     let recipe = recipe(&[("steps", "60"), ("init_deviation", "0.1"), ("learning_rate", "6e-3")]);
     let mut trainer = trainer::<B>(&recipe, &device);
     let before = trainer.validate(2000)?.loss;

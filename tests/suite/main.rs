@@ -1,9 +1,12 @@
-//! The whole suite in one binary, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu` if unset).
+//! The whole suite in one binary, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu` if
+//! unset).
 //!
-//! A backend that is not built in or not present fails the tests. What a machine lacks, such as a dtype, is a skip, which
-//! is counted and printed; with `FIRECLAY_TEST_STRICT=1` it fails its test.
+//! A backend that is not built in or not present fails the tests. A test that needs more than the
+//! machine has, such as a dtype, is skipped, counted and printed; with `FIRECLAY_TEST_STRICT=1` it
+//! fails.
 
 mod adapters;
+mod chats;
 mod cli;
 #[path = "../parity/compare.rs"]
 #[allow(dead_code, reason = "some comparisons are for operations alone")]
@@ -20,6 +23,7 @@ mod learning;
 #[cfg(feature = "mutation")]
 #[path = "../parity/mutation.rs"]
 mod mutation;
+mod peft;
 mod profiling;
 #[cfg(target_os = "linux")]
 mod ranks;
@@ -40,7 +44,7 @@ use std::sync::{Mutex, PoisonError};
 use clap::ValueEnum;
 use fireclay::backend::{BackendName, OnBackend};
 
-/// Which of the two binaries that look at corrupted results this is.
+/// Which of the two test binaries of the mutation run this is.
 #[cfg(feature = "mutation")]
 pub(crate) const IS_THE_SUITE: bool = true;
 
@@ -56,13 +60,13 @@ pub(crate) fn backend() -> BackendName {
     BackendName::from_str(&name, true).expect("FIRECLAY_TEST_BACKEND names a backend")
 }
 
-/// Runs a test's work on the backend under test, one at a time: some count what the device does, and Burn's autodiff keeps
-/// the graphs of all threads in one place.
+/// Runs a test's work on the backend under test, one at a time: some tests count device operations,
+/// and Burn's autodiff shares its graphs between threads.
 pub(crate) fn run(work: impl OnBackend<Output = ()> + Send) {
     static DEVICE: Mutex<()> = Mutex::new(());
-    // A test that failed has nothing to hide from the next one.
+    // A failed test must not affect the next one.
     let _guard = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
-    backend().run(work).expect("the backend under test is there");
+    backend().run(work).expect("the backend under test works");
 }
 
 /// A test that is generic over the backend: `backend_test!(its_claim::<B>(device) { .. });`

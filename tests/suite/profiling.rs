@@ -1,4 +1,4 @@
-//! `fireclay profile` and `fireclay bench`: what they find, print and write.
+//! `fireclay profile` and `fireclay bench`: findings, output and files.
 
 use burn::tensor::Tensor;
 use fireclay::ceilings::Ceilings;
@@ -37,7 +37,7 @@ const SMALL: [&str; 12] = [
 ];
 
 backend_test!(a_profile_names_what_breaks_residency::<B>(device) {
-    /// An operation that reads its input: what a recording is to catch.
+    /// An operation that reads its input, which a recording must notice.
     fn peek<B: fireclay_kernels::Backend>(x: &Tensor<B, 2>) -> f32 {
         let _op = op("peek", || Call::reads([operand(x)]));
         let data = x.to_data();
@@ -72,10 +72,10 @@ backend_test!(a_profile_names_what_breaks_residency::<B>(device) {
     let of = |kind: VerdictKind| {
         found.iter().filter(|verdict| verdict.kind == kind).map(|verdict| verdict.text.clone()).collect::<Vec<_>>()
     };
-    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once a step: the references were asked for"]);
+    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once per step: kernels=reference is set"]);
     let copies = of(VerdictKind::Copies);
     assert!(
-        copies.contains(&"512 B copied to the host once a step by feed_forward: peek".to_string()),
+        copies.contains(&"512 B copied to the host once per step by feed_forward: peek".to_string()),
         "{copies:?}: {}",
         profile.report
     );
@@ -86,7 +86,7 @@ fn a_profile_of_training_is_a_table_a_trace_and_a_page() {
     let folder = tempfile::tempdir().expect("a folder");
     let (trace, page) = (folder.path().join("trace.json"), folder.path().join("page.html"));
     let files = ["--trace", text(&trace), "--html", text(&page), "--peak", "1"];
-    // Nothing falls back, and nothing is read in each step.
+    // No fallbacks, and no reads per step.
     let deny = ["--deny", "fallback,copies"];
     let table = done(&fireclay(&[&["profile", "train"], &SMALL[..], &files, &deny].concat()));
     for words in
@@ -120,7 +120,8 @@ fn what_is_denied_and_found_ends_with_exit_code_1() {
     let output = fireclay(&[&["profile", "train"], &SMALL[..], &reference].concat());
     assert_eq!(output.status.code(), Some(1));
     let stderr = String::from_utf8_lossy(&output.stderr);
-    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: denied, but found: ")).collect();
+    let lines: Vec<&str> =
+        stderr.lines().filter(|line| line.starts_with("fireclay: found what --deny forbids: ")).collect();
     assert!(matches!(&lines[..], [line] if line.contains("ran its reference")), "{stderr}");
 }
 
@@ -138,7 +139,7 @@ fn decoding_is_profiled_without_its_prompt() {
     let rows = profile["rows"].as_array().expect("rows");
     let calls =
         |op: &str| rows.iter().filter(|row| row["op"] == op).filter_map(|row| row["calls"].as_u64()).sum::<u64>();
-    // A whole step is one operation, on devices that have a kernel for it.
+    // A fused step is one operation, on devices with a kernel for it.
     let whole = calls("decode_step");
     assert!(whole == 40 || whole == 0, "{line}");
     assert_eq!((calls("head_sample"), calls("cached_attention")), (40 - whole, 80 - 2 * whole), "{line}");
@@ -156,7 +157,7 @@ fn a_benchmark_is_repeated_and_compared_with_an_earlier_run_and_a_peer() {
     let folder = tempfile::tempdir().expect("a folder");
     let earlier = folder.path().join("earlier.jsonl");
     let tiny = ["bench", "train", "--size", "cpu-4x128", "--batch", "1", "--length", "8", "--repeats", "3", "--json"];
-    // Devices with a memory of their own tell that, too, in a second line.
+    // Devices with their own memory report it in a second line.
     let first_of = |lines: &str| serde_json::from_str::<Value>(lines.lines().next().unwrap_or("")).expect("JSON");
     let lines = done(&fireclay(&tiny));
     let first = first_of(&lines);
@@ -166,11 +167,11 @@ fn a_benchmark_is_repeated_and_compared_with_an_earlier_run_and_a_peer() {
     std::fs::write(&earlier, lines.replace(&value.to_string(), &(2.0 * value).to_string())).expect("a file");
 
     let peer = format!("cat {}", text(&earlier));
-    let beside = done(&fireclay(&[&tiny[..], &["--compare", text(&earlier), "--peer", &peer]].concat()));
-    let beside = first_of(&beside);
-    assert_eq!(beside["repeats"].as_u64(), Some(4), "two halves");
-    for speed in [&beside["earlier"]["speed"], &beside["peers"][0]["speed"]] {
-        assert!(speed.as_f64().is_some_and(|speed| speed > 0.0 && speed < 2.0), "{beside}");
+    let compared = done(&fireclay(&[&tiny[..], &["--compare", text(&earlier), "--peer", &peer]].concat()));
+    let compared = first_of(&compared);
+    assert_eq!(compared["repeats"].as_u64(), Some(4), "two halves");
+    for speed in [&compared["earlier"]["speed"], &compared["peers"][0]["speed"]] {
+        assert!(speed.as_f64().is_some_and(|speed| speed > 0.0 && speed < 2.0), "{compared}");
     }
     assert_refused(&fireclay(&["bench", "train", "--size", "huge"]), 2, &["--size huge", "gpt2-124m"]);
     let changed = done(&fireclay(&[&tiny[..], &["--set", "checkpoint_activations=1"]].concat()));

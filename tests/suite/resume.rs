@@ -1,4 +1,4 @@
-//! Runs that are killed at any moment and go on as if nothing had happened.
+//! Runs that are killed at any moment and resume exactly.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -53,7 +53,7 @@ fn weights(out: &Path) -> Vec<u8> {
     std::fs::read(out.join("model.safetensors")).expect("a model")
 }
 
-/// Whether `path` has the name of a whole checkpoint: `step-`, its number, and no extension.
+/// Whether `path` is the name of a complete checkpoint: `step-`, its number, and no extension.
 fn is_checkpoint(path: &Path) -> bool {
     path.extension().is_none() && path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"))
 }
@@ -94,7 +94,7 @@ fn a_killed_run_resumes_to_the_same_bytes() {
     assert_eq!(weights(&straight), weights(&killed));
 }
 
-/// Makes a checkpoint's optimizer what it was saved as when AdamW was the only one, without its name.
+/// Converts a checkpoint's optimizer to the old format of AdamW, without its name.
 #[cfg(unix)]
 fn forget_the_optimizer(file: &Path) {
     let bytes = std::fs::read(file).expect("a checkpoint");
@@ -111,7 +111,7 @@ fn a_run_from_before_optimizers_had_names_goes_on_to_the_same_bytes() {
     let folder = tempfile::tempdir().expect("a folder");
     let (named, older) = (folder.path().join("named"), folder.path().join("older"));
     assert!(begin(&named).wait().expect("it ends").success());
-    assert!(Command::new("cp").arg("-r").args([&named, &older]).status().expect("cp is there").success());
+    assert!(Command::new("cp").arg("-r").args([&named, &older]).status().expect("cp is installed").success());
     let checkpoint = older.join("training/step-00000040");
     forget_the_optimizer(&checkpoint.join("optimizer.safetensors"));
     let state = checkpoint.join("state.json");
@@ -143,8 +143,8 @@ fn sigterm_saves_and_says_how_to_go_on() {
     assert_stops("-TERM", 143);
 }
 
-/// A run that gets `signal` saves, says how to go on and exits with `code`, and its rest gives the bytes of a run
-/// that was never stopped.
+/// A run that gets `signal` saves, prints how to resume and exits with `code`; resumed, it ends
+/// with the same bytes as an uninterrupted run.
 #[cfg(unix)]
 fn assert_stops(signal: &str, code: i32) {
     let folder = tempfile::tempdir().expect("a folder");
@@ -154,12 +154,12 @@ fn assert_stops(signal: &str, code: i32) {
     let mut command = begin_command(&stopped);
     let mut child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
     await_step(&stopped, 4);
-    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill is there");
+    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill is installed");
     assert!(sent.success());
     let mut told = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().expect("its stderr"), &mut told).expect("text");
     let status = child.wait().expect("it ends");
-    // So short a run may be over before the signal arrives; then there is nothing to go on with.
+    // Such a short run may end before the signal; then there is nothing to resume.
     if !status.success() {
         assert_eq!(status.code(), Some(code), "{told}");
         let last = told.lines().last().unwrap_or("");
@@ -169,7 +169,7 @@ fn assert_stops(signal: &str, code: i32) {
     assert_eq!(weights(&straight), weights(&stopped));
 }
 
-/// Until the run in `out` has a checkpoint of `step`.
+/// Waits until the run in `out` has a checkpoint of `step`.
 fn await_step(out: &Path, step: u64) {
     let begun = Instant::now();
     while !out.join(format!("training/step-{step:08}")).exists() {
@@ -178,7 +178,7 @@ fn await_step(out: &Path, step: u64) {
     }
 }
 
-/// A long run, on `data`, that has saved a checkpoint and is still at it.
+/// A long run on `data` that has saved a checkpoint and is still running.
 fn long_run(data: &Path, out: &Path) -> Child {
     std::fs::write(data, "Once upon a time there was a small owl.\n".repeat(400)).expect("a text");
     let data = data.to_str().expect("its path is text");
@@ -199,7 +199,7 @@ fn one_process_at_a_time_trains_in_a_folder() {
     child.wait().expect("it ends");
     let told = String::from_utf8_lossy(&second.stderr).into_owned();
     assert_eq!(second.status.code(), Some(1), "{told}");
-    assert!(told.contains("another process trains in") && told.lines().count() == 1, "{told}");
+    assert!(told.contains("another process is training in") && told.lines().count() == 1, "{told}");
 }
 
 #[test]
@@ -222,13 +222,13 @@ fn a_run_whose_data_moved_or_changed_goes_on_only_when_told_to() {
     let moved = folder.path().join("moved.txt");
     std::fs::rename(&data, &moved).expect("renamed");
     let (code, told) = go_on(4, &[]);
-    assert!(code == Some(1) && told.contains("if it was moved, say so"), "{code:?}: {told}");
+    assert!(code == Some(1) && told.contains("if it was moved, give its new path"), "{code:?}: {told}");
     let (code, told) = go_on(4, &["--set", &format!("source={}", moved.display())]);
     assert_eq!(code, Some(0), "{told}");
     std::fs::write(&moved, "Once upon a time there was a nice owl.\n".repeat(400)).expect("a text");
     let (code, told) = go_on(8, &[]);
     assert_eq!(code, Some(1), "{told}");
-    assert!(told.contains("is not what it was") && told.contains("--allow-changed-data"), "{told}");
+    assert!(told.contains("changed (sha256 was") && told.contains("--allow-changed-data"), "{told}");
     let (code, told) = go_on(8, &["--allow-changed-data"]);
     assert_eq!(code, Some(0), "{told}");
 }
@@ -251,7 +251,7 @@ fn twenty_kills_at_random_moments_leave_no_unreadable_checkpoint() {
             let _ = std::fs::remove_dir_all(&killed);
         }
         let mut child = if started { resume(&killed) } else { begin(&killed) };
-        // Up to a sixth of a whole run, so that twenty rounds are spread over it.
+        // Up to a sixth of a whole run, so that twenty rounds cover it.
         std::thread::sleep(whole.mul_f64(key.uniform(0, round) / 6.0));
         finished |= child.try_wait().expect("its state").is_some_and(|status| status.success());
         let _ = child.kill();

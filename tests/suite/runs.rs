@@ -1,4 +1,4 @@
-//! What runs leave behind: records, reports, comparisons, sweeps.
+//! Records, reports, comparisons and sweeps of runs.
 
 use std::fs;
 use std::process::Command;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::cli::{TINY, assert_refused, program, text, train};
 
-/// A run that is over in a moment.
+/// A very short run.
 fn small() -> Vec<&'static str> {
     let run = [
         "--json",
@@ -114,7 +114,7 @@ fn patience_ends_a_run_that_gets_no_better() {
 fn validations_are_counted_in_tokens_on_request() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
-    // 2 rows of 128 tokens a step: 600 are there after three steps.
+    // 2 rows of 128 tokens per step: 600 are reached after three steps.
     let tokens = ["--set", "valid_every_tokens=600", "--set", "seq_length=128", "--out", text(&out)];
     let all = lines(&train(&[&small()[..], &tokens].concat()));
     let valid = all.iter().filter(|line| line["event"] == "valid").filter_map(|line| line["step"].as_u64());
@@ -125,7 +125,7 @@ fn validations_are_counted_in_tokens_on_request() {
 fn weights_and_biases_is_told_through_its_own_client() {
     let folder = tempfile::tempdir().expect("a folder");
     let (out, told) = (folder.path().join("run"), folder.path().join("told.jsonl"));
-    // A client that writes down what it is told.
+    // A fake client that records its input.
     let client = format!(
         "import json\nfile = open({:?}, 'w')\nclass Run:\n    def log(self, values, step):\n        \
          print(json.dumps([step, sorted(values)]), file=file, flush=True)\n    def finish(self):\n        \

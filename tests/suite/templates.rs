@@ -1,5 +1,5 @@
-//! Chat templates: each renders as Jinja renders it for `transformers`, or is refused by the name
-//! of what is not supported.
+//! Chat templates: each renders as with Jinja in `transformers`, or is refused with the name of the
+//! unsupported feature.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ fn golden() -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// The text of a template, or why there is none.
+/// The source of a template, or why there is none.
 fn rendered(golden: &Value, template: &str, context: &Value) -> Result<String, String> {
     let none = Map::new();
     let template = Template::new(template).map_err(|failure| failure.to_string())?;
@@ -21,8 +21,8 @@ fn rendered(golden: &Value, template: &str, context: &Value) -> Result<String, S
     template.render(context.as_object().unwrap_or(&none)).map_err(|failure| failure.to_string())
 }
 
-/// What differs from what Jinja makes of a template: a text, nothing where it refuses, or what the
-/// template raises.
+/// The difference to Jinja's result for a template: a text, nothing if it refuses, or the exception
+/// that the template raises.
 fn difference(wanted: &Value, found: &Result<String, String>) -> Option<String> {
     let same = match (wanted, found) {
         (Value::String(wanted), Ok(found)) => wanted == found,

@@ -1,4 +1,4 @@
-//! What a training step asks of the device: how much crosses the bus, and how many kernels are launched.
+//! Device traffic of a training step: transfers, and kernel launches.
 
 use fireclay::recipe::Recipe;
 use fireclay::training::Trainer;
@@ -6,7 +6,7 @@ use fireclay_kernels::recorder::{Copies, Recording, Source};
 
 use crate::backend_test;
 
-/// Kernels that the step of a model of four layers may launch.
+/// Maximum kernels per step of a model with four layers.
 const LAUNCHES: u64 = 150;
 
 backend_test!(a_training_step_sends_its_tokens_and_reads_nothing::<B>(device) {
@@ -22,7 +22,7 @@ backend_test!(a_training_step_sends_its_tokens_and_reads_nothing::<B>(device) {
     let recipe = Recipe::shipped("stories")?;
     let recipe = settings.iter().try_fold(recipe, |recipe, (key, value)| recipe.with(key, value))?;
     let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
-    // Kernels are compiled and memory is taken in the first steps.
+    // The first steps compile kernels and allocate memory.
     for _ in 0..5 {
         trainer.train_step()?;
     }

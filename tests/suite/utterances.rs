@@ -1,4 +1,4 @@
-//! That intents and slots are learnt, counted as others count them, and understood from the command line.
+//! Learning intents and slots, their metrics, and the commands for them.
 
 use std::fs;
 use std::io::Write;
@@ -101,7 +101,7 @@ backend_test!(a_step_on_utterances_sends_ids_tags_and_lengths_and_reads_nothing:
             let count = |copies: Option<Copies>| copies.map(|copies| (copies.count, copies.bytes));
             assert_eq!(count(report.total.to_host), Some((0, 0)), "nothing comes down: {report}");
             let cells = same.batch_size() * (3 * same.seq_length() + 1);
-            // Burn's sum of what the two heads ask of the hidden states brings a number of its own along.
+            // Burn's sum of the two heads' gradients of the hidden states uploads a number.
             let sent = count(report.total.to_device).expect("known on CUDA");
             assert!(sent.0 <= 5 && sent.1 <= 4 * cells as u64 + 8, "{report}");
             assert_eq!(report.total.synchronisations, Some(0), "{report}");
@@ -206,11 +206,11 @@ fn several_seeds_are_reported_as_mean_and_deviation() {
         assert!((deviation.expect("a deviation") - (first - second).abs() / 2f64.sqrt()).abs() < 1e-9, "{key}");
     }
     assert_ne!(each[0]["valid_loss"], each[1]["valid_loss"], "two seeds are two models");
-    // What is done is not done again.
+    // Finished work is not repeated.
     let (again, trained, _) = seeds("3");
     assert_eq!((again.len(), trained), (3, 6));
     assert_eq!(&again[..2], &each[..]);
-    // A run that ended behind its last step, before its figures were written, has them made.
+    // A run that ended after its last step, before its figures were written, writes them.
     std::fs::remove_file(out.join("seed-5/done.json")).expect("a finished run");
     let (again, trained, _) = seeds("3");
     assert_eq!((again.len(), trained), (3, 0));
@@ -231,7 +231,7 @@ fn any_text_gets_a_prediction() {
         let stdout = String::from_utf8(output.stdout).expect("text");
         stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     };
-    let texts = [
+    let sentences = [
         "turn on the kitchen lights".to_string(),
         String::new(),
         " \t ".into(),
@@ -240,11 +240,11 @@ fn any_text_gets_a_prediction() {
         "¿enciende\u{a0}la luz?".into(),
         "... 🔥".into(),
     ];
-    let file = folder.path().join("texts.txt");
-    fs::write(&file, texts.join("\n")).expect("a writable folder");
+    let file = folder.path().join("lines.txt");
+    fs::write(&file, sentences.join("\n")).expect("a writable folder");
     let read = lines(program().args(base).args(["--file", text(&file)]).output().expect("the program starts"));
-    assert_eq!(read.len(), texts.len());
-    for (line, said) in read.iter().zip(&texts) {
+    assert_eq!(read.len(), sentences.len());
+    for (line, said) in read.iter().zip(&sentences) {
         assert_eq!(line["event"].as_str(), Some("prediction"));
         assert_eq!(line["text"].as_str(), Some(said.as_str()));
         let spoken = said.chars().any(char::is_alphanumeric);
@@ -260,13 +260,13 @@ fn any_text_gets_a_prediction() {
     }
     let mut child =
         program().args(base).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the program starts");
-    child.stdin.take().expect("a pipe").write_all(texts[0].as_bytes()).expect("a reader");
+    child.stdin.take().expect("a pipe").write_all(sentences[0].as_bytes()).expect("a reader");
     let piped = lines(child.wait_with_output().expect("an end"));
-    let alone = lines(program().args(base).args(["--text", &texts[0]]).output().expect("the program starts"));
+    let alone = lines(program().args(base).args(["--text", &sentences[0]]).output().expect("the program starts"));
     assert_eq!(piped, alone);
     assert_eq!(alone[0]["intent"], read[0]["intent"], "a batch changes nothing");
 
-    // What was read before a line that is no text is answered.
+    // Lines before one that is not text are answered.
     let latin = folder.path().join("latin.txt");
     fs::write(&latin, b"turn on the lights\nol\xe9\nstop").expect("a writable folder");
     let output = program().args(base).args(["--file", text(&latin)]).output().expect("the program starts");
@@ -292,7 +292,7 @@ fn a_folder_of_utterances_trains_as_it_is_and_malformed_lines_are_named() {
         fs::create_dir_all(data.join(part)).expect("a writable folder");
         let lines = |line: &dyn Fn(usize) -> String| (0..count).map(|at| line(at) + "\n").collect::<String>();
         let city = |at: usize| ["rome", "new\tyork", "oslo"][at % 3];
-        // Some lines end in a blank.
+        // Some lines end with a space.
         let words = lines(&|at| format!("fly to {}{}", city(at), if at % 4 == 0 { " " } else { "" }));
         let tags = lines(&|at| format!("O O B-city{}{}", if at % 3 == 1 { " I-city" } else { "" }, [" ", ""][at % 2]));
         fs::write(data.join(part).join("seq.in"), words).expect("a writable folder");
@@ -302,7 +302,7 @@ fn a_folder_of_utterances_trains_as_it_is_and_malformed_lines_are_named() {
     }
     let args = [&SMALL[..], &["--json", "--data", text(&data), "--out", text(&out)]].concat();
     let done = done_line(&train(&args));
-    // One of ten has an intent that no training could have taught.
+    // One in ten has an intent that training lacks.
     assert_eq!(done["intent_accuracy"].as_f64(), Some(90.0), "{done}");
 
     let refused = |file: &str, line: usize, put: &str, words: &[&str]| {
@@ -340,7 +340,7 @@ fn a_language_model_is_no_listener_and_a_listener_no_writer() {
     let generate = run(&["generate", "--model", text(&utterances), "--prompt", "hello"]);
     assert_refused(&generate, 1, &["encoder"]);
     let mixed = train(&["stories", "--task", "intent-slot", "--plain"]);
-    assert_refused(&mixed, 2, &["another task"]);
+    assert_refused(&mixed, 2, &["is not for task"]);
 }
 
 #[test]
@@ -353,7 +353,7 @@ fn an_encoder_goes_on_from_another_ones_weights() {
     done_line(&train(&[&SMALL[..], &slow, &init].concat()));
     let bytes = |out: &Path| fs::read(out.join("model.safetensors")).expect("a model");
     assert_eq!(bytes(&first), bytes(&second), "nothing was learnt, so nothing has changed");
-    // Other labels have other heads, on the same encoder.
+    // Other labels get other heads, on the same encoder.
     let (data, other) = (folder.path().join("data"), folder.path().join("other"));
     fs::create_dir(&data).expect("a writable folder");
     for part in ["train", "valid", "test"] {

@@ -1,5 +1,5 @@
-//! What must hold of decode steps in one launch, on devices that have a kernel for the models of these tests. On the others these
-//! are smaller, and computed operation by operation.
+//! Invariants of fused decode steps, on devices with a kernel for these tests' models. Elsewhere
+//! the models are smaller and run operation by operation.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use fireclay::inference::generation::scheduler::{Finish, Request, Scheduler, Sch
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{
-    ActivationKind, Backend, CacheDType, Format, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts,
+    ActivationKind, Backend, CacheDType, Format, MultiStep, Penalties, SampledRow, SampledRows, Sampling, TokenCounts,
     draw,
 };
 use fireclay_model::{
@@ -20,14 +20,14 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use crate::backend_test;
 use crate::compare::{relative_error, values};
-use crate::decoding::likeliest;
-use crate::scheduling::{Texts, step};
+use crate::decoding::greedy_rows;
+use crate::scheduling::{Outputs, step};
 
-/// So many that a block of the kernel has more rows of the head than its shared memory holds.
+/// So many that a block of the kernel has more head rows than fit its shared memory.
 const VOCABULARY: usize = 30_011;
 
-/// A model in the dtype and of a shape of the kernel, with so many heads, its matrices as bytes or not; and how far its hidden
-/// states may be off.
+/// A model in the kernel's dtype and shape, with this many heads and optional INT8 matrices; and
+/// the tolerance of its hidden states.
 fn model<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(Transformer<B>, f64), Failure> {
     let half = B::supports_dtype(device, DType::BF16);
     let (d_model, n_heads, head_dim) = if half { (1024, heads, 128) } else { (64, 4, 16) };
@@ -37,7 +37,7 @@ fn model<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(Tr
     Ok((loaded(folder.path(), dtype, int8, device)?, bound))
 }
 
-/// The model of a folder in a dtype, its matrices as bytes or not.
+/// The model of a folder in a dtype, optionally with INT8 matrices.
 fn loaded<B: Backend>(
     folder: &Path,
     dtype: FloatDType,
@@ -48,7 +48,7 @@ fn loaded<B: Backend>(
     Ok(if int8 { model.with_quantized_matrices(Format::Int8).expect("a device that works") } else { model })
 }
 
-/// Models of all causal families, in small and odd sizes, and of none.
+/// Models of all causal families in small and odd sizes, and custom shapes.
 fn families() -> Vec<(&'static str, TransformerConfig)> {
     let gpt2 = TransformerConfig::gpt2(VOCABULARY, 512, 96, 2, 6);
     let llama = TransformerConfig::llama(VOCABULARY, 512, 144, 2, 6).with_d_ff(352);
@@ -72,7 +72,7 @@ fn save<B: Backend>(
     device: &B::Device,
 ) -> Result<(), Failure> {
     let config = TransformerConfig::qwen3(VOCABULARY, 8192, d_model, 2, n_heads, head_dim);
-    // The most and the least of the kernels.
+    // The maximum and minimum of the kernels.
     let d_ff = if n_heads == 16 { 3 * d_model } else { d_model };
     let config = config.with_n_kv_heads(n_heads / 2).with_d_ff(d_ff).with_init_deviation(0.05);
     Ok(ModelFolder::new(folder).save(&config.init::<B>(3, device)?)?)
@@ -84,7 +84,7 @@ fn on_hopper<B: Backend>(device: &B::Device) -> Result<bool, Failure> {
     Ok(B::name(device).contains("cuda") && ["H100", "H200"].iter().any(|known| name.contains(known)))
 }
 
-/// A text that is the same each time.
+/// A reproducible sequence.
 fn text(row: usize, length: usize) -> Vec<u32> {
     (0..length).map(|at| ((7 + 31 * row + 17 * at * at) % VOCABULARY) as u32).collect()
 }
@@ -95,7 +95,7 @@ fn integers<B: Backend>(tokens: &[u32], device: &B::Device) -> Tensor<B, 1, Int>
     Tensor::from_data(TensorData::new(tokens, [count]), device)
 }
 
-/// Rows of a cache, each with its text, whose steps are compared with passes over the whole texts.
+/// Cache rows with their sequences, whose steps are compared with passes over whole sequences.
 struct Rows<'a, B: Backend> {
     model: &'a Transformer<B>,
     bound: f64,
@@ -110,7 +110,7 @@ impl<'a, B: Backend> Rows<'a, B> {
         Self { model, bound, device, cache: model.cache(tokens), rows: Vec::new(), steps: 0 }
     }
 
-    /// Reads a text of its own, if there are pages for it and some tokens more.
+    /// Prefills a new row, if there are pages for it and a few more tokens.
     fn add(&mut self, tokens: Vec<u32>, more: usize) -> bool {
         let row = self.cache.add_row();
         let fits = self.cache.reserve(row, tokens.len() + more).is_ok();
@@ -130,12 +130,12 @@ impl<'a, B: Backend> Rows<'a, B> {
     /// One token more of each row.
     #[track_caller]
     fn step(&mut self) {
-        self.step_beside(&[]);
+        self.step_with_prefill(&[]);
     }
 
-    /// One token more of each row, and beside them texts of new ones.
+    /// Decodes one token of each row, together with prefill of new ones.
     #[track_caller]
-    fn step_beside(&mut self, texts: &[Vec<u32>]) {
+    fn step_with_prefill(&mut self, outputs: &[Vec<u32>]) {
         let step = self.steps;
         self.steps += 1;
         let next: Vec<u32> = self
@@ -146,7 +146,7 @@ impl<'a, B: Backend> Rows<'a, B> {
             .collect();
         self.rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
         let ids: Vec<RowId> = self.rows.iter().map(|(id, _)| *id).collect();
-        let read: Vec<(RowId, &[u32])> = texts.iter().map(|text| (self.cache.add_row(), &text[..])).collect();
+        let read: Vec<(RowId, &[u32])> = outputs.iter().map(|text| (self.cache.add_row(), &text[..])).collect();
         let decode = Some((integers(&next, self.device), &ids[..]));
         let hidden = self.model.step(decode, &read, &mut self.cache);
         self.rows.extend(read.into_iter().map(|(row, tokens)| (row, tokens.to_vec())));
@@ -164,11 +164,11 @@ impl<'a, B: Backend> Rows<'a, B> {
         }
     }
 
-    /// Logits are the head's of the hidden states, and each row takes its likeliest token.
+    /// Logits are those of the hidden states, and each row takes its greedy token.
     #[track_caller]
     fn assert_predictions(&self, hidden: Hidden<B>, step: usize) {
         let wanted = self.model.logits(hidden.states().unsqueeze());
-        let greedy = likeliest(self.rows.len(), self.device);
+        let greedy = greedy_rows(self.rows.len(), self.device);
         let tokens = self.model.sample(hidden.clone(), &greedy, None, &self.cache).into_data();
         let (_, logits) = self.model.sample_logits(hidden, &greedy, None, &self.cache);
         let [logits, wanted] = [values(&logits), values(&wanted.cast(DType::F32))];
@@ -184,12 +184,12 @@ impl<'a, B: Backend> Rows<'a, B> {
     }
 }
 
-/// Rows of all lengths; they come one after another, so that prompts are read between the steps.
+/// Rows of all lengths, added one after another, so that prefill alternates with steps.
 fn assert_hidden_states<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(), Failure> {
     let (model, bound) = model::<B>(heads, int8, device)?;
     let mut lengths: Vec<usize> = vec![1, 63, 64, 150, 257, 300, 130, 5, 2];
     if B::supports_dtype(device, DType::BF16) {
-        // As many as the kernels for each take, and one more.
+        // As many as the kernels for each support, and one more.
         lengths.extend((0..if int8 { 26 } else { 120 }).map(|row| 1 + 97 * row * row % 400));
     }
     let room = lengths.iter().map(|length| (length + 40).next_multiple_of(PAGE_TOKENS)).sum();
@@ -216,19 +216,19 @@ backend_test!(a_step_with_int8_weights_has_the_hidden_states_of_a_pass_over_the_
     assert_hidden_states::<B>(16, true, &device)?;
 });
 
-// Then one token more of all of them.
+// Then one more token for all of them.
 backend_test!(rows_that_decode_beside_prompts_have_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
     let (model, bound) = model::<B>(16, false, &device)?;
     let mut rows = Rows::new(&model, bound, 40 * PAGE_TOKENS, &device);
     assert!(rows.add(text(0, 70), 10));
     for (step, lengths) in [[300, 1], [5, 64], [129, 2], [63, 17]].into_iter().enumerate() {
-        rows.step_beside(&lengths.map(|length| text(step, length)));
+        rows.step_with_prefill(&lengths.map(|length| text(step, length)));
         rows.step();
     }
 });
 
-// On both sides of a page's end, of the most keys that one block attends to, and far behind that, in all numbers of rows of the
-// kernel for few.
+// On both sides of a page boundary, around the maximum keys of one block, and far beyond, in all
+// row counts of the kernel for few rows.
 backend_test!(a_step_of_few_rows_is_right_where_keys_begin_to_be_split::<B>(device) {
     for int8 in [false, true] {
         let (model, bound) = model::<B>(16, int8, &device)?;
@@ -244,7 +244,7 @@ backend_test!(a_step_of_few_rows_is_right_where_keys_begin_to_be_split::<B>(devi
     }
 });
 
-// Alone, in twos and more, with keys that are cut between blocks and ones that a window hides.
+// Alone, in twos and more, with keys split between blocks, and keys outside of a window.
 backend_test!(a_step_of_every_family_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
     let bounds = [
         (FloatDType::F32, if B::name(&device).contains("cuda") { 5e-3 } else { 1e-4 }),
@@ -256,7 +256,7 @@ backend_test!(a_step_of_every_family_has_the_hidden_states_of_a_pass_over_the_wh
     for (at, (name, config)) in families().into_iter().enumerate() {
         let folder = tempfile::tempdir().expect("a folder");
         ModelFolder::new(folder.path()).save(&config.with_init_deviation(0.05).init::<B>(3, &device)?)?;
-        // A family in a dtype is some twenty kernels to compile: each is there in one.
+        // A family in a dtype compiles some twenty kernels: each occurs in one case.
         let ((dtype, bound), int8) = (bounds[at % bounds.len()], at % 2 == 1);
         println!("{name}, {dtype:?}, INT8: {int8}");
         let model = loaded::<B>(folder.path(), dtype, int8, &device)?;
@@ -274,7 +274,7 @@ backend_test!(a_step_of_every_family_has_the_hidden_states_of_a_pass_over_the_wh
     }
 });
 
-// Bytes are near to the numbers that they stand for.
+// INT8 values approximate the floats.
 backend_test!(a_step_with_a_cache_of_int8_has_nearly_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
     let dtypes: Vec<FloatDType> = [FloatDType::BF16, FloatDType::F32, FloatDType::F16]
         .into_iter()
@@ -308,7 +308,7 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
         assert!(rows.add(text(0, 5), 20));
         rows.step();
         let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-        let greedy = likeliest(1, &device);
+        let greedy = greedy_rows(1, &device);
         let drawn = SampledRows::new(&[Sampling::greedy().with_temperature(0.7).with_top_p(Some(0.9)).into()], &device);
         for sampled in [&greedy, &drawn] {
             let recording = Recording::start::<B>(&device).expect("a recording");
@@ -318,7 +318,7 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
             let report = recording.stop().expect("a report");
             assert_eq!(token.num_elements(), 1);
             let operations = ["decode_step", "cached_attention", "head_sample", "draw"].map(|name| report.calls(name));
-            // The kernel for models of any shape leaves draws to another launch.
+            // The kernel for any shape samples in a separate launch.
             let any_shape = model.config().d_model != 1024 || matches!(model.cache_dtype(), CacheDType::Int8);
             let apart = u64::from(!sampled.are_greedy() && any_shape);
             assert_eq!(operations, if hopper { [1, 0, 0, apart] } else { [0, 2, 1, 0] }, "{report}");
@@ -335,7 +335,7 @@ backend_test!(what_a_step_draws_is_what_its_logits_say::<B>(device) {
         plain.with_top_k(Some(50)).with_top_p(Some(0.9)),
         plain.with_penalties(penalties).with_top_k(Some(600)),
         plain.with_temperature(0.1).with_top_p(Some(0.5)),
-        // Thousands of tokens, and most of them.
+        // Thousands of tokens, most of them compared.
         plain.with_top_p(Some(0.2)),
         plain.with_top_p(Some(0.95)),
         plain.with_min_p(Some(0.2)),
@@ -375,7 +375,7 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
     let hopper = on_hopper::<B>(&device)?;
     for int8 in [false, true] {
         let (model, _) = model::<B>(16, int8, &device)?;
-        // Over the ends of pages, and over that of the most keys that one block attends to.
+        // Across page boundaries, and beyond the maximum keys of one block.
         for lengths in [&[230_usize][..], &[5, 1000], &[62, 3, 300], &[1, 120, 700, 255]] {
             for sampling in [Sampling::greedy(), top_k, penalised] {
                 let count = lengths.len();
@@ -386,7 +386,7 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                 let sampled = SampledRows::new(&(0..count as u64).map(row).collect::<Vec<_>>(), &device);
                 let mut counts = TokenCounts::<B>::new(count, VOCABULARY, &device);
                 (0..count).for_each(|row| counts.begin(row, &text(row, 40), &[7], &[(11, -1.5)]));
-                let mut texts = Vec::new();
+                let mut outputs = Vec::new();
                 let mut launches = Vec::new();
                 for most in [1, 13] {
                     let mut counts = counts.clone();
@@ -398,8 +398,8 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                     let mut steps = Vec::new();
                     while written.len() < 45 * count {
                         let most = most.min(45 - written.len() / count);
-                        let most = StepsAhead { steps: most, ends: None };
-                        let ahead = model.tokens_ahead(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
+                        let most = MultiStep { steps: most, stop_tokens: None };
+                        let ahead = model.decode_multi_step(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
                         steps.push(ahead.tokens.dims()[0]);
                         written.extend(ahead.tokens.into_data().iter::<i64>());
                         next = ahead.last;
@@ -408,18 +408,18 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                     assert_eq!(last, written[44 * count..]);
                     let at: Vec<i64> = rows.cache.last_positions().into_data().iter().collect();
                     assert_eq!(at, lengths.iter().map(|length| *length as i64 + 44).collect::<Vec<_>>());
-                    // What the cache has then is the same, too.
+                    // The cache is the same afterwards, too.
                     let (_, logits) = model.next_tokens(Some((next, &ids)), &[], &sampled, Some(&mut counts), &mut rows.cache);
-                    texts.push((written, values(&logits), counts.written.into_data()));
+                    outputs.push((written, values(&logits), counts.written.into_data()));
                     launches.push(steps);
                 }
                 println!("{count} rows, INT8: {int8}: {:?} launches", launches[1]);
                 let ahead = launches[1].iter().any(|steps| *steps > 1);
                 assert!(!hopper || ahead == (!draws || count <= 2), "{:?}", launches[1]);
                 assert!(launches[0].iter().all(|steps| *steps == 1));
-                assert_eq!(texts[0].0, texts[1].0, "{count} rows");
-                assert!(texts[0].1 == texts[1].1, "{count} rows: logits");
-                assert_eq!(texts[0].2, texts[1].2, "{count} rows: counts");
+                assert_eq!(outputs[0].0, outputs[1].0, "{count} rows");
+                assert!(outputs[0].1 == outputs[1].1, "{count} rows: logits");
+                assert_eq!(outputs[0].2, outputs[1].2, "{count} rows: counts");
             }
         }
     }
@@ -431,15 +431,15 @@ backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
     for sampling in [Sampling::greedy(), Sampling::greedy().with_temperature(3.0)] {
         let sampled = [0, 1].map(|row| SampledRow::from(sampling.with_seed(3, row)));
         let sampled = SampledRows::new(&sampled, &device);
-        let write = |ends: Option<[i32; 4]>| {
+        let write = |stop_tokens: Option<[i32; 4]>| {
             let mut rows = Rows::new(&model, 1.0, 4 * PAGE_TOKENS, &device);
             (0..2).for_each(|row| assert!(rows.add(text(row, 5), 60)));
             let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-            let ends = ends.map(|ends| Tensor::<B, 1, Int>::from_data(TensorData::from(ends), &device).reshape([2, 2]));
+            let stop_tokens = stop_tokens.map(|stop_tokens| Tensor::<B, 1, Int>::from_data(TensorData::from(stop_tokens), &device).reshape([2, 2]));
             let (mut next, mut written): (_, Vec<i64>) = (integers(&[9, 8], &device), Vec::new());
             while written.len() < 2 * 40 {
-                let most = StepsAhead { steps: 40 - written.len() / 2, ends: ends.as_ref() };
-                let ahead = model.tokens_ahead(next, &ids, most, &sampled, None, &mut rows.cache);
+                let most = MultiStep { steps: 40 - written.len() / 2, stop_tokens: stop_tokens.as_ref() };
+                let ahead = model.decode_multi_step(next, &ids, most, &sampled, None, &mut rows.cache);
                 written.extend(ahead.tokens.into_data().iter::<i64>());
                 next = ahead.last;
             }
@@ -448,7 +448,7 @@ backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
             [0, 1].map(|row| written.iter().skip(row).step_by(2).copied().collect::<Vec<i64>>())
         };
         let free = write(None);
-        // One ends early, and the other where it has a token for the first time.
+        // One ends early, the other at the first occurrence of its stop token.
         let first = |row: usize, from: usize| {
             let new = |at: &usize| !free[row][..*at].contains(&free[row][*at]);
             (from..40).find(new).or((0..from).rev().find(new)).unwrap_or(0)
@@ -458,7 +458,7 @@ backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
         for (row, kept) in write(Some([a, -1, VOCABULARY as i32 - 1, b])).into_iter().enumerate() {
             let (before, behind) = kept.split_at(ended[row] + 1);
             assert_eq!(before, &free[row][..=ended[row]], "row {row}");
-            // Where steps are single ones, nobody asks on the device.
+            // With single steps, the device does not check for stop tokens.
             assert!(!hopper || behind.iter().all(|token| *token == before[ended[row]]), "row {row}: {ended:?}, {behind:?}");
         }
     }
@@ -471,14 +471,14 @@ backend_test!(of_top_k_one_a_step_draws_its_likeliest_token_at_any_temperature::
         assert!(rows.add(text(row, 5 + row), 20));
     }
     let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-    // Drawn from a step's logits, beside the tokens that it found the likeliest itself.
+    // Sampled from a step's logits, together with the greedy tokens that it found itself.
     let row = |row| SampledRow::from(Sampling::greedy().with_temperature(1e6).with_top_k(Some(1)).with_seed(3, row));
     let drawn = SampledRows::new(&(0..3).map(row).collect::<Vec<_>>(), &device);
     for step in 0..4 {
         let hidden = model.decode(integers(&[step, 7, 9], &device), &ids, &mut rows.cache);
         let (tokens, logits) = model.sample_logits(hidden.clone(), &drawn, None, &rows.cache);
         let tokens: Vec<i64> = tokens.into_data().iter().collect();
-        let wanted: Vec<i64> = model.sample(hidden, &likeliest(3, &device), None, &rows.cache).into_data().iter().collect();
+        let wanted: Vec<i64> = model.sample(hidden, &greedy_rows(3, &device), None, &rows.cache).into_data().iter().collect();
         assert_eq!(tokens, wanted, "step {step}");
         assert_eq!(logits.dims(), [3, VOCABULARY]);
     }
@@ -506,13 +506,13 @@ backend_test!(rows_that_leave_a_full_cache_change_no_other_and_leave_their_pages
     for int8 in [false, true] {
         let (model, bound) = model::<B>(16, int8, &device)?;
         let mut rows = Rows::new(&model, bound, 8 * PAGE_TOKENS, &device);
-        // Of eight pages all are taken.
+        // All eight pages are taken.
         for (row, length) in [60, 100, 1, 110, 50].into_iter().enumerate() {
             assert!(rows.add(text(row, length), 14), "row {row}");
         }
         assert!(!rows.add(text(9, 3), 1), "the cache is full");
         assert_eq!(rows.cache.pages().1, 0, "no page is left");
-        // From five to one: of both kernels. What comes takes the pages of what went.
+        // From five rows to one: with both kernels. New rows take the pages of removed ones.
         for (leaves, comes) in [(1, None), (2, Some(90)), (0, None), (1, None), (0, Some(30)), (0, None)] {
             rows.step();
             rows.remove(leaves);
@@ -530,10 +530,10 @@ backend_test!(rows_that_leave_a_full_cache_change_no_other_and_leave_their_pages
     }
 });
 
-/// A text, and how it ended.
-type Written = (Vec<u32>, Option<Finish>);
+/// The output of a request, and how it finished.
+type RequestOutput = (Vec<u32>, Option<Finish>);
 
-/// Each token of a text is the likeliest behind those before it, but for rounding.
+/// Each token of a sequence is the greedy one after those before it, up to rounding.
 #[track_caller]
 fn assert_likeliest<B: Backend>(model: &Transformer<B>, bound: f64, prompt: &[u32], text: &[u32], device: &B::Device) {
     let all: Vec<u32> = prompt.iter().chain(text).copied().collect();
@@ -545,34 +545,35 @@ fn assert_likeliest<B: Backend>(model: &Transformer<B>, bound: f64, prompt: &[u3
         let chosen = logits[*token as usize];
         assert!(
             f64::from(most - chosen) < 4.0 * bound * f64::from(deviation),
-            "token {at}: {chosen} where the likeliest has {most}, deviation {deviation}"
+            "token {at}: {chosen} where the top token has {most}, deviation {deviation}"
         );
     }
 }
 
-/// Requests of greedy texts in one scheduler, of which some are cancelled at a step; in the end none is left with anything.
+/// Greedy requests in one scheduler, some of which are cancelled at a step; finally no pages are
+/// left in use.
 fn write<B: Backend>(
     model: &Transformer<B>,
     requests: &[Request],
     cache_tokens: usize,
     cancelled: &[(usize, usize)],
     device: &B::Device,
-) -> Result<(Vec<Written>, usize), Failure> {
+) -> Result<(Vec<RequestOutput>, usize), Failure> {
     let options = SchedulerOptions { rows: 12, step_tokens: 256, cache_tokens };
     let mut scheduler = Scheduler::new(model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
-    let mut texts = Texts::new();
+    let mut outputs = Outputs::new();
     for at in 0.. {
         cancelled.iter().filter(|(step, _)| *step == at).for_each(|(_, request)| scheduler.cancel(ids[*request]));
         if scheduler.is_idle() {
             break;
         }
         assert!(at < 5000, "it does not end");
-        step(&mut scheduler, model, &mut texts)?;
+        step(&mut scheduler, model, &mut outputs)?;
     }
     let load = scheduler.load();
-    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
-    Ok((ids.iter().map(|id| texts.remove(id).unwrap_or_default()).collect(), load.preemptions))
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.free_pages), (0, 0, 0, load.pages), "{load:?}");
+    Ok((ids.iter().map(|id| outputs.remove(id).unwrap_or_default()).collect(), load.preemptions))
 }
 
 fn requests(count: usize) -> Vec<Request> {
@@ -583,19 +584,19 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
     let (model, bound) = model::<B>(16, false, &device)?;
     for count in [3, 9] {
         let mut requests = requests(count);
-        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
-        // Some end at a token that they have in their middle.
-        for (request, (text, _)) in requests.iter_mut().zip(&texts).step_by(2) {
-            request.ends = vec![text[text.len() / 2]];
+        let (outputs, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
+        // Some stop at a token in their middle.
+        for (request, (text, _)) in requests.iter_mut().zip(&outputs).step_by(2) {
+            request.stop_tokens = vec![text[text.len() / 2]];
         }
-        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
-        let ended = texts.iter().filter(|(_, finish)| *finish == Some(Finish::End)).count();
-        assert!(ended > 0, "{texts:?}");
-        for (request, (text, finish)) in requests.iter().zip(&texts) {
+        let (outputs, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
+        let ended = outputs.iter().filter(|(_, finish)| *finish == Some(Finish::End)).count();
+        assert!(ended > 0, "{outputs:?}");
+        for (request, (text, finish)) in requests.iter().zip(&outputs) {
             let by = if *finish == Some(Finish::End) { Finish::End } else { Finish::Length };
             assert_eq!(*finish, Some(by));
             assert!(by == Finish::End || text.len() == request.max_tokens);
-            assert!(text.iter().rev().skip(1).all(|token| !request.ends.contains(token)), "it goes on behind its end");
+            assert!(text.iter().rev().skip(1).all(|token| !request.stop_tokens.contains(token)), "it goes on behind its end");
             assert_likeliest(&model, bound, &request.prompt, text, &device);
         }
     }
@@ -603,11 +604,11 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
 
 backend_test!(a_text_that_is_cancelled_changes_no_other_in_whole_steps::<B>(device) {
     let (model, bound) = model::<B>(16, false, &device)?;
-    // Few texts are given several tokens a step.
+    // A few sequences get several tokens per step.
     for (count, cancelled) in [(3, vec![(3, 1)]), (9, vec![(10, 1), (20, 0), (25, 7)])] {
         let requests = requests(count);
-        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &cancelled, &device)?;
-        for (at, (request, (text, finish))) in requests.iter().zip(&texts).enumerate() {
+        let (outputs, _) = write(&model, &requests, 64 * PAGE_TOKENS, &cancelled, &device)?;
+        for (at, (request, (text, finish))) in requests.iter().zip(&outputs).enumerate() {
             let gone = cancelled.iter().any(|(_, request)| *request == at);
             assert_eq!(*finish, (!gone).then_some(Finish::Length), "request {at}");
             assert!(gone || text.len() == request.max_tokens);
@@ -620,9 +621,9 @@ backend_test!(texts_are_right_in_whole_steps_where_the_cache_is_full::<B>(device
     let (model, bound) = model::<B>(16, false, &device)?;
     for count in [4, 9] {
         let requests = requests(count);
-        let (texts, preemptions) = write(&model, &requests, 5 * PAGE_TOKENS, &[], &device)?;
+        let (outputs, preemptions) = write(&model, &requests, 5 * PAGE_TOKENS, &[], &device)?;
         assert!(preemptions > 0, "some have to give way");
-        for (request, (text, finish)) in requests.iter().zip(&texts) {
+        for (request, (text, finish)) in requests.iter().zip(&outputs) {
             assert_eq!((text.len(), *finish), (request.max_tokens, Some(Finish::Length)));
             assert_likeliest(&model, bound, &request.prompt, text, &device);
         }
@@ -659,7 +660,7 @@ fn ctrl_c_ends_a_text_with_130_and_keeps_what_was_written() {
     let mut stdout = child.stdout.take().expect("its stdout");
     let mut written = vec![0; 24];
     stdout.read_exact(&mut written).expect("a text that is being written");
-    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill is there");
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill is installed");
     assert!(sent.success());
     stdout.read_to_end(&mut written).expect("the rest");
     let mut told = String::new();

@@ -1,4 +1,4 @@
-//! Data that is in the program itself, each an engine and the grammar that it walks.
+//! Embedded data sets, each a generator and its grammar.
 
 pub(crate) mod home;
 pub(crate) mod stories;

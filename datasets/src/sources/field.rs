@@ -1,12 +1,17 @@
-//! The field of a record that holds its document.
+//! The document field of a record.
 
 use serde_json::{Map, Value};
 
-/// Fields that a message names at the most.
+use super::WHOLE_RECORD;
+
+/// Maximum fields in a message.
 const SHOWN: usize = 12;
 
-/// The document of a record, or why there is none: `None` where the field is null.
+/// The document of a record; `None` if the field is null. Errors give the reason.
 pub(super) fn document(mut record: Map<String, Value>, field: &str) -> Result<Option<String>, String> {
+    if field == WHOLE_RECORD {
+        return Ok(Some(Value::Object(record).to_string()));
+    }
     let kind = match find(&mut record, field) {
         Some(Value::String(text)) => return Ok(Some(std::mem::take(text))),
         Some(Value::Null) => return Ok(None),
@@ -16,25 +21,25 @@ pub(super) fn document(mut record: Map<String, Value>, field: &str) -> Result<Op
     add_names(&record, "", &mut names);
     if let Some(kind) = kind {
         names.retain(|name| name != field);
-        return Err(format!("the field '{field}' is {kind}, no text; {}", others(names)));
+        return Err(format!("the field '{field}' is {kind}, not text; {}", others(names)));
     }
     let mut reason = lacks(field, names);
     let is_records = |value: &Value| value.as_array().is_some_and(|values| values.iter().any(Value::is_object));
     if let Some((name, _)) = record.iter().find(|(name, value)| is_plain(name) && is_records(value)) {
-        reason += &format!("; '{name}' holds objects, of which jq -c '.{name}[]' makes JSON lines");
+        reason += &format!("; '{name}' is an array of objects: make JSON lines with jq -c '.{name}[]'");
     }
     Err(reason)
 }
 
-/// The value of a field: of that name, or of the names that its dots part, one within the other.
-/// Nothing is within what is null, which then stands for the field.
+/// The value of a field with this name, or with the path of its dot-separated names. A null on the
+/// path stands for the field.
 fn find<'a>(record: &'a mut Map<String, Value>, field: &str) -> Option<&'a mut Value> {
     let names = way(record, field)?;
     let (first, others) = names.split_first()?;
     others.iter().try_fold(record.get_mut(*first)?, |value, name| value.get_mut(*name))
 }
 
-/// The names on the way to a field's value.
+/// The names on the path to a field's value.
 fn way<'a>(record: &Map<String, Value>, field: &'a str) -> Option<Vec<&'a str>> {
     if record.contains_key(field) {
         return Some(vec![field]);
@@ -46,14 +51,14 @@ fn way<'a>(record: &Map<String, Value>, field: &'a str) -> Option<Vec<&'a str>> 
     })
 }
 
-/// That a field is not there, and which are.
+/// The message of a missing field, with the existing ones.
 pub(super) fn lacks(field: &str, names: Vec<String>) -> String {
-    format!("has no text in the field '{field}' but {}: name one with --field NAME", list(names))
+    format!("has no field '{field}'; it has {}: name one with --field NAME", list(names))
 }
 
-/// The other fields of a record, one of which is no text.
+/// The other text fields of a record.
 pub(super) fn others(names: Vec<String>) -> String {
-    format!("other fields: {}; name the text with --field NAME", list(names))
+    format!("other fields: {}; name the text field with --field NAME", list(names))
 }
 
 fn list(names: Vec<String>) -> String {
@@ -66,12 +71,12 @@ fn list(names: Vec<String>) -> String {
     }
 }
 
-/// The first characters of something that a file holds, in one line.
+/// The first characters of a value, in one line.
 pub(super) fn beginning(text: &str, length: usize) -> String {
     text.chars().take(length).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// The names of a record's fields, those of nested ones with dots.
+/// The names of a record's fields, nested ones with dots.
 fn add_names(record: &Map<String, Value>, before: &str, names: &mut Vec<String>) {
     for (name, value) in record {
         match value {
@@ -81,7 +86,7 @@ fn add_names(record: &Map<String, Value>, before: &str, names: &mut Vec<String>)
     }
 }
 
-/// What a value is, in words.
+/// The type of a value, in words.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -93,7 +98,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Whether a shell and jq take a name as it stands.
+/// Whether a name needs no quoting in a shell and jq.
 fn is_plain(name: &str) -> bool {
     name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
         && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')

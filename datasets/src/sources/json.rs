@@ -1,6 +1,5 @@
-//! Records of JSON, with the document in a field: objects one after the other, as JSON lines are,
-//! or one array of them. Which it is shows in what the file begins with. Of either one record is in
-//! memory at a time.
+//! JSON records with a document field: consecutive objects such as JSON lines, or one array of
+//! objects. The start of the file tells which. Only one record is in memory at a time.
 
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::ops::ControlFlow;
@@ -12,23 +11,23 @@ use super::plain::{Plain, unreadable_at};
 use super::{EachPiece, LONGEST_DOCUMENT, Piece, field, text};
 use crate::error::DataError;
 
-/// What the first value of a file shows of the others.
+/// What the first value of a file says about the layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Layout {
-    /// A line a record.
+    /// One record per line.
     Lines,
     /// Records over several lines, or several in one.
     Objects,
     /// The elements of one array.
     Array,
-    /// It is white space.
+    /// White space only.
     Blank,
-    /// There are no records in it: the line, and why not.
+    /// Not records: the line, and the reason.
     Other(usize, String),
 }
 
-/// Hands on a document a record; empty lines and records whose field is null count for nothing.
-/// What holds no records is refused, or is a text, if it `may_be_text`.
+/// Passes on the document of each record; skips empty lines and records whose field is null.
+/// Content that is not records is refused, or taken as text if it `may_be_text`.
 pub(super) fn pieces(
     reader: Plain<impl Read>,
     path: &Path,
@@ -55,7 +54,7 @@ pub(super) fn pieces(
     }
 }
 
-/// The first bytes of a file, as many as show its layout.
+/// The first bytes of a file, enough to tell its layout.
 #[derive(Default)]
 struct Head {
     bytes: Vec<u8>,
@@ -66,8 +65,7 @@ impl Head {
         self.bytes.iter().filter(|byte| **byte == b'\n').count()
     }
 
-    /// Reads on, to the end of a line at the most; false where there is no more, or too much
-    /// already.
+    /// Reads more, up to the end of a line; false at the end, or at the size limit.
     fn grow(&mut self, reader: &mut impl BufRead) -> io::Result<bool> {
         if self.is_too_long() {
             return Ok(false);
@@ -88,7 +86,7 @@ impl Head {
         self.bytes.len() > LONGEST_DOCUMENT
     }
 
-    /// The place of the first byte from `from` on that is not blank.
+    /// The index of the first byte from `from` on that is not blank.
     fn solid(&mut self, reader: &mut impl BufRead, mut from: usize) -> io::Result<Option<usize>> {
         loop {
             if let Some(at) = self.bytes[from..].iter().position(|byte| !byte.is_ascii_whitespace()) {
@@ -110,7 +108,7 @@ impl Head {
                     Layout::Lines | Layout::Objects => Layout::Array,
                     other => other,
                 }),
-                // An array of nothing; `[] is no set` is a sentence.
+                // An array of scalars; `[] is no set` is a sentence.
                 Some(end) if self.bytes[end] == b']' && self.solid(reader, end + 1)?.is_none() => Ok(Layout::Array),
                 _ => self.other(reader, begin, "is an array, but not of objects"),
             },
@@ -118,7 +116,7 @@ impl Head {
         }
     }
 
-    /// What the object that begins at `begin` shows.
+    /// What the object at `begin` says about the layout.
     fn first_object(&mut self, reader: &mut impl BufRead, begin: usize) -> io::Result<Layout> {
         let (mut scan, mut from) = (Scan::default(), begin);
         let end = loop {
@@ -148,7 +146,7 @@ impl Head {
         Ok(if alone && !self.bytes[begin..end].contains(&b'\n') { Layout::Lines } else { Layout::Objects })
     }
 
-    /// That what begins at `begin` is something else.
+    /// The error for content at `begin`.
     fn other(&mut self, reader: &mut impl BufRead, begin: usize, what: &str) -> io::Result<Layout> {
         while self.bytes.len() < begin + 80 && !self.bytes[begin..].contains(&b'\n') && self.grow(reader)? {}
         let line = 1 + self.bytes[..begin].iter().filter(|byte| **byte == b'\n').count();
@@ -159,7 +157,7 @@ impl Head {
     }
 }
 
-/// Finds the end of a value of JSON, whose first byte is a brace.
+/// Finds the end of a JSON value that starts with a brace or bracket.
 #[derive(Default)]
 struct Scan {
     depth: usize,
@@ -168,8 +166,8 @@ struct Scan {
 }
 
 impl Scan {
-    /// How many bytes of `bytes` belong to the value, if it ends in them. A line that ends in a
-    /// string ends it, too: it is none.
+    /// How many of `bytes` belong to the value, if it ends within them. A line break inside a
+    /// string ends it, too: it is invalid.
     fn end(&mut self, bytes: &[u8]) -> Option<usize> {
         for (at, byte) in bytes.iter().enumerate() {
             match byte {
@@ -192,7 +190,7 @@ impl Scan {
     }
 }
 
-/// Reads an object, or tells which of its lines, counted from 0, is wrong, and how.
+/// Parses an object. Errors give the line, counted from 0, and the reason.
 fn parse(bytes: &[u8]) -> Result<Map<String, Value>, (usize, String)> {
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
@@ -201,19 +199,19 @@ fn parse(bytes: &[u8]) -> Result<Map<String, Value>, (usize, String)> {
         (below, format!("is not UTF-8 text (byte {} of the line)", before.len() - begin))
     })?;
     serde_json::from_str(text).map_err(|error| {
-        // The line is known better than the parser knows it.
+        // The line number is known here, not to the parser.
         let told = error.to_string();
         let told = told.split(" at line ").next().unwrap_or(&told);
         (error.line().saturating_sub(1), format!("is no JSON object: {told} (column {})", error.column()))
     })
 }
 
-/// Records that are read one by one.
+/// Records, read one by one.
 struct Records<'a, R> {
     reader: R,
     path: &'a Path,
     field: &'a str,
-    /// The line that is read next.
+    /// The next line's number.
     line: usize,
     each: EachPiece<'a>,
 }
@@ -291,7 +289,7 @@ impl<R: BufRead> Records<'_, R> {
         }
     }
 
-    /// The next byte that is not blank, which is left to be read.
+    /// The next non-blank byte, without consuming it.
     fn solid(&mut self) -> Result<Option<u8>, DataError> {
         loop {
             let bytes = match self.reader.fill_buf() {
@@ -309,7 +307,7 @@ impl<R: BufRead> Records<'_, R> {
         }
     }
 
-    /// Reads the object that comes next, and hands on its document.
+    /// Reads the next object and passes on its document.
     fn next_record(&mut self, place: &str) -> Result<ControlFlow<()>, DataError> {
         let (mut scan, mut object, first) = (Scan::default(), Vec::new(), self.line);
         loop {
@@ -332,7 +330,7 @@ impl<R: BufRead> Records<'_, R> {
         }
     }
 
-    /// Hands on the document of the record that begins on a line.
+    /// Passes on the document of the record at a line.
     fn record(&mut self, bytes: &[u8], line: usize, place: &str) -> Result<ControlFlow<()>, DataError> {
         let record = parse(bytes);
         let record = record.map_err(|(below, reason)| self.malformed(line + below, format!("{place}{reason}")))?;
@@ -344,7 +342,7 @@ impl<R: BufRead> Records<'_, R> {
     }
 }
 
-/// A byte as a message shows it.
+/// A byte, printable in a message.
 fn shown(byte: u8) -> String {
     if byte.is_ascii_graphic() { char::from(byte).to_string() } else { format!("byte {byte:#04x}") }
 }

@@ -1,7 +1,7 @@
-//! Where text comes from: files, folders of them, and standard input; as text, JSON, tables or
-//! Parquet, compressed or not.
+//! Sources of text: files, folders, and standard input; as text, JSON, CSV, TSV or Parquet,
+//! optionally compressed.
 //!
-//! A source is read piece by piece, so that a corpus need not fit in memory.
+//! A source is read in pieces, so a corpus need not fit in memory.
 
 mod field;
 mod json;
@@ -27,34 +27,37 @@ pub(crate) use text::{cut_between_words, read_file};
 /// Standard input, as a path.
 pub const STDIN: &str = "-";
 
-/// Bytes of a document that has to be read as one piece, at the most.
+/// In place of a field's name: the whole record, as JSON.
+const WHOLE_RECORD: &str = "";
+
+/// Maximum size of a document that has to be read as one piece, in bytes.
 const LONGEST_DOCUMENT: usize = 64 << 20;
 
 /// A part of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// What it says.
+    /// Its text.
     pub text: String,
     /// Whether the document ends with it.
     pub ends_document: bool,
 }
 
-/// How a file holds its documents.
+/// How a file contains its documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     /// The file is one document.
     Text,
     /// JSON lines or one array of objects, with the document in a field.
     Json,
-    /// The same if it begins as one, and else one document.
+    /// As above if it starts as JSON, else one document.
     JsonOrText,
-    /// A row a document, with the document in a column; what stands between two columns.
+    /// A document per row, in a column; with the separator.
     Table(u8),
-    /// A row a document, with the document in a column.
+    /// A document per row, in a column.
     Parquet,
 }
 
-/// What a file is compressed with.
+/// Compression formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compression {
     None,
@@ -62,28 +65,28 @@ enum Compression {
     Zstd,
 }
 
-/// Documents of a file, of all files in a folder and the folders below it, in the order of their names, or of standard input.
+/// The documents of a file, of all files below a folder in the order of their names, or of standard
+/// input.
 #[derive(Clone, Debug)]
 pub struct TextSource {
     path: PathBuf,
     files: Vec<PathBuf>,
     field: String,
-    /// Bytes of the files that were read.
+    /// Bytes read so far.
     read: Arc<AtomicU64>,
 }
 
-/// Told of each piece; breaks where no more are wanted.
+/// Receives each piece; breaks to stop.
 pub(crate) type EachPiece<'a> = &'a mut dyn FnMut(Piece) -> Result<ControlFlow<()>, DataError>;
 
 impl TextSource {
-    /// The documents in `path`; hidden files are left out. `.json`, `.jsonl` and `.ndjson` are JSON
-    /// lines or one array of objects, whichever they begin as; `.csv` and `.tsv` are tables whose
-    /// first row names the columns, and `.parquet` is Parquet. Their documents are in `field`: a
-    /// name, or for what is nested several with dots between them, as in `meta.text`. Everything
-    /// else is text, a document a file, but standard input, which is JSON if it begins with an
-    /// object or an array of objects. `.gz` and `.zst` are decompressed, and a byte order mark of
-    /// UTF-8 is dropped. However long a file is, one record of up to 64 MB is in memory at a time;
-    /// of an array, too.
+    /// The documents in `path`; hidden files are left out. `.json`, `.jsonl` and `.ndjson` contain
+    /// JSON lines or one array of objects; `.csv` and `.tsv` have column names in the first row;
+    /// `.parquet` is Parquet. Their documents are in `field`: a name, or a dot-separated path such
+    /// as `meta.text`. Everything else is text with one document per file, except standard input,
+    /// which is JSON if it starts with an object or an array of objects. `.gz` and `.zst` are
+    /// decompressed, and a UTF-8 byte order mark is dropped. Only one record of up to 64 MB is in
+    /// memory at a time, also of an array.
     ///
     /// # Errors
     /// If something is missing or unreadable.
@@ -95,7 +98,12 @@ impl TextSource {
         Ok(Self { path: path.to_path_buf(), files, field: field.to_string(), read: Arc::default() })
     }
 
-    /// Where it is.
+    /// The records of `path`, each as a JSON object: what [`open`](Self::open) takes a field of.
+    pub(crate) fn records(path: &Path) -> Result<Self, DataError> {
+        Self::open(path, WHOLE_RECORD)
+    }
+
+    /// The path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -105,26 +113,26 @@ impl TextSource {
         &self.files
     }
 
-    /// The field of the documents, where a line or a row is one.
+    /// The document field, for records.
     pub fn field(&self) -> &str {
         &self.field
     }
 
-    /// Bytes of its files that have been read.
+    /// Bytes of its files read so far.
     pub fn bytes_read(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Bytes of its files, compressed as they are.
+    /// Total bytes of its files, as stored.
     pub fn bytes(&self) -> u64 {
         self.files.iter().filter_map(|file| fs::metadata(file).ok()).map(|meta| meta.len()).sum()
     }
 
-    /// Hands all pieces to `each`, in order. Documents are cut between words, if `may_cut`; else each is one piece.
+    /// Passes all pieces to `each`, in order. Splits documents between words if `may_cut`.
     ///
     /// # Errors
-    /// If a file cannot be read, is not UTF-8, holds something else than its name says, is
-    /// malformed, or lacks the field; and what `each` gives.
+    /// If a file cannot be read, is not UTF-8, does not have the format of its name, is malformed,
+    /// or lacks the field; and any error of `each`.
     pub(crate) fn read(&self, may_cut: bool, each: EachPiece<'_>) -> Result<(), DataError> {
         self.read.store(0, Ordering::Relaxed);
         if self.path == Path::new(STDIN) {
@@ -190,10 +198,10 @@ impl TextSource {
         Ok(text)
     }
 
-    /// All documents as one text, joined by line breaks: for what has to be in memory as a whole.
+    /// All documents as one text, joined by line breaks: for uses that need it in memory.
     ///
     /// # Errors
-    /// As a file is refused, and if there is no text at all.
+    /// As for a file, and if there is no text at all.
     pub fn text(&self) -> Result<String, DataError> {
         let mut text = String::new();
         let mut begins = true;
@@ -212,7 +220,7 @@ impl TextSource {
     }
 }
 
-/// A file whose bytes are counted as they are read.
+/// A file that counts the bytes read.
 struct Counted {
     file: File,
     read: Arc<AtomicU64>,
@@ -226,7 +234,7 @@ impl Read for Counted {
     }
 }
 
-/// The text of a file or of a folder, as [`TextSource`] reads it with the field `text`.
+/// The text of a file or of a folder, as read by [`TextSource`] with the field `text`.
 ///
 /// # Errors
 /// As [`TextSource::open`] and [`TextSource::text`].
@@ -234,7 +242,7 @@ pub fn read_text(path: &Path) -> Result<String, DataError> {
     TextSource::open(path, "text")?.text()
 }
 
-/// How a file is to be read, by its name.
+/// A file's format and compression, by its name.
 fn kind(file: &Path) -> (Format, Compression) {
     let extension = |path: &Path| path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
     let (inner, compression) = match extension(file).as_deref() {

@@ -1,4 +1,4 @@
-//! Parquet: a row a document, with the document in a column of UTF-8.
+//! Parquet: one document per row, in a UTF-8 column.
 
 use std::fs::File;
 use std::ops::ControlFlow;
@@ -8,13 +8,13 @@ use parquet::column::reader::ColumnReader;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{EachPiece, Piece, field};
+use super::{EachPiece, Piece, WHOLE_RECORD, field};
 use crate::error::DataError;
 
-/// Rows that are read at once.
+/// Rows read at once.
 const ROWS: usize = 256;
 
-/// Hands on a document a row; nulls count for nothing. Tells which share of the rows was read since it last did.
+/// Passes on a document per row; skips nulls. Reports the share of rows read since the last report.
 pub(super) fn pieces(
     file: File,
     path: &Path,
@@ -27,6 +27,16 @@ pub(super) fn pieces(
         DataError::Refused { path: path.to_path_buf(), reason }
     };
     let reader = SerializedFileReader::new(file).map_err(broken)?;
+    if field == WHOLE_RECORD {
+        for row in reader.get_row_iter(None).map_err(broken)? {
+            let text = row.map_err(broken)?.to_json_value().to_string();
+            if each(Piece { text, ends_document: true })?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        read_share(1.0);
+        return Ok(ControlFlow::Continue(()));
+    }
     let columns = reader.metadata().file_metadata().schema_descr_ptr();
     let name = |at: usize| columns.column(at).path().string();
     let Some(column) = (0..columns.num_columns()).find(|at| name(*at) == field) else {
@@ -38,7 +48,7 @@ pub(super) fn pieces(
         let ColumnReader::ByteArrayColumnReader(mut values) = group.get_column_reader(column).map_err(broken)? else {
             let kind = columns.column(column).physical_type();
             let others = (0..columns.num_columns()).map(name).filter(|other| other != field).collect();
-            let reason = format!("the column '{field}' is {kind}, no text; {}", field::others(others));
+            let reason = format!("the column '{field}' is {kind}, not text; {}", field::others(others));
             return Err(DataError::Refused { path: path.to_path_buf(), reason });
         };
         loop {
@@ -79,14 +89,13 @@ pub(super) mod tests {
         write_as(path, "OPTIONAL BINARY text (UTF8);", 1, rows);
     }
 
-    /// Writes a column of texts, of these fields; `level` is how many of those that it is in are
-    /// optional.
+    /// Writes a column of strings in these nested fields; `level` counts the optional ones.
     pub(in super::super) fn write_as(path: &Path, fields: &str, level: i16, rows: &[Option<&str>]) {
         let schema = parse_message_type(&format!("message rows {{ {fields} }}")).expect("a schema");
         let file = File::create(path).expect("writable");
         let properties = Arc::new(WriterProperties::builder().build());
         let mut writer = SerializedFileWriter::new(file, Arc::new(schema), properties).expect("a writer");
-        // Several groups of rows.
+        // Several row groups.
         for rows in rows.chunks(2) {
             let mut group = writer.next_row_group().expect("a group");
             let mut column = group.next_column().expect("no failure").expect("a column");
@@ -99,7 +108,7 @@ pub(super) mod tests {
         writer.close().expect("writable");
     }
 
-    /// Writes a column `id` of a number.
+    /// Writes a numeric column `id`.
     pub(in super::super) fn write_number(path: &Path) {
         let schema = parse_message_type("message rows { REQUIRED INT64 id; }").expect("a schema");
         let file = File::create(path).expect("writable");

@@ -1,4 +1,4 @@
-//! What text begins with, and what it cannot hold: byte order marks, other encodings, NUL bytes.
+//! Checks of text: byte order marks, other encodings, NUL bytes.
 
 use std::fmt;
 use std::io::{self, Cursor, Read};
@@ -6,8 +6,7 @@ use std::path::Path;
 
 use crate::error::DataError;
 
-/// How a file begins that is no UTF-8, and what it is then. UTF-32 stands before UTF-16, whose mark
-/// it begins with.
+/// Signatures of content that is not UTF-8. UTF-32 precedes UTF-16, whose mark is its prefix.
 const OTHERS: [(&[u8], &str); 6] = [
     (b"\xFF\xFE\0\0", "is UTF-32, by its byte order mark: convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
     (b"\0\0\xFE\xFF", "is UTF-32, by its byte order mark: convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
@@ -18,32 +17,32 @@ const OTHERS: [(&[u8], &str); 6] = [
 ];
 const UTF8_MARK: &[u8] = b"\xEF\xBB\xBF";
 
-/// The bytes of a text behind its byte order mark; a NUL byte among them is an error.
+/// A text without its byte order mark; a NUL byte is an error.
 pub(super) struct Plain<R> {
     begin: Cursor<Vec<u8>>,
     rest: R,
-    /// The byte that is read next, counted from the beginning of the file.
+    /// Offset of the next byte in the file.
     at: usize,
     nul: Option<NulByte>,
 }
 
-/// The place of a NUL byte.
+/// The offset of a NUL byte.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NulByte(pub(super) usize);
 
 impl fmt::Display for NulByte {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "holds a NUL byte (byte {}), which no UTF-8 text does: is it UTF-16, or binary?", self.0)
+        write!(f, "holds a NUL byte (byte {}), so it is not UTF-8 text: is it UTF-16, or binary?", self.0)
     }
 }
 
 impl std::error::Error for NulByte {}
 
 impl<R: Read> Plain<R> {
-    /// Reads past the byte order mark.
+    /// Skips the byte order mark.
     ///
     /// # Errors
-    /// If the first bytes are those of another encoding or of a compressed file, or cannot be read.
+    /// If the start is of another encoding or a compressed file, or cannot be read.
     pub(super) fn new(mut reader: R, path: &Path) -> Result<Self, DataError> {
         let mut begin = Vec::new();
         let read = (&mut reader).take(4).read_to_end(&mut begin);
@@ -56,7 +55,7 @@ impl<R: Read> Plain<R> {
         Ok(Self { begin: Cursor::new(begin), rest: reader, at, nul: None })
     }
 
-    /// The byte that is read next, counted from the beginning of the file.
+    /// Offset of the next byte in the file.
     pub(super) fn at(&self) -> usize {
         self.at
     }
@@ -71,8 +70,7 @@ impl<R: Read> Read for Plain<R> {
             0 => self.rest.read(bytes)?,
             count => count,
         };
-        // What stands before it is handed on first, so that whoever reads lines knows which one it
-        // is in.
+        // Pass on the bytes before it first, so that line-based readers know its line.
         if bytes[..count].contains(&0) {
             let before = bytes[..count].iter().take_while(|byte| **byte != 0).count();
             self.nul = Some(NulByte(self.at + before));
@@ -84,12 +82,12 @@ impl<R: Read> Read for Plain<R> {
     }
 }
 
-/// The NUL byte that an error of [`Plain`] is about.
+/// The NUL byte behind an error of [`Plain`].
 pub(super) fn nul_byte(error: &io::Error) -> Option<NulByte> {
     error.get_ref().and_then(|inner| inner.downcast_ref()).copied()
 }
 
-/// Why a file could not be read on.
+/// The error of a file that could not be read.
 pub(super) fn unreadable(path: &Path, error: io::Error) -> DataError {
     match nul_byte(&error) {
         Some(nul) => DataError::Refused { path: path.to_path_buf(), reason: nul.to_string() },
@@ -97,7 +95,7 @@ pub(super) fn unreadable(path: &Path, error: io::Error) -> DataError {
     }
 }
 
-/// As [`unreadable`], where the line is known.
+/// As [`unreadable`], with a line.
 pub(super) fn unreadable_at(path: &Path, line: usize, error: io::Error) -> DataError {
     match nul_byte(&error) {
         Some(nul) => DataError::Malformed { path: path.to_path_buf(), line, reason: nul.to_string(), more: 0 },

@@ -1,5 +1,4 @@
-//! Tables of comma- or tab-separated values: a row a document, with the document in a column that
-//! the first row names.
+//! CSV and TSV: one document per row, in a column named by the first row.
 
 use std::cell::RefCell;
 use std::io::{self, Read};
@@ -8,18 +7,19 @@ use std::path::Path;
 use std::rc::Rc;
 
 use csv::{ByteRecord, ErrorKind, Position, Reader, ReaderBuilder};
+use serde_json::{Map, Value};
 
 use super::plain::{Plain, unreadable_at};
-use super::{EachPiece, LONGEST_DOCUMENT, Piece, field};
+use super::{EachPiece, LONGEST_DOCUMENT, Piece, WHOLE_RECORD, field};
 use crate::error::DataError;
 
-/// Read behind the end of a file, in which no NUL byte can be: where it does not come as a row, a
-/// quoted field has not ended.
+/// Appended after the end of a file, which cannot contain NUL bytes: if it does not arrive as a
+/// row, a quoted field is not closed.
 const END: &[u8] = b"\n\0";
-/// Bytes of rows that were read before they are forgotten.
+/// Bytes of finished rows to keep before they are dropped.
 const FORGOTTEN: usize = 1 << 20;
 
-/// Hands on a document a row; empty fields count for nothing.
+/// Passes on a document per row; skips empty fields.
 pub(super) fn pieces(
     reader: Plain<impl Read>,
     path: &Path,
@@ -29,6 +29,9 @@ pub(super) fn pieces(
 ) -> Result<ControlFlow<()>, DataError> {
     let mut rows = Rows::new(reader.chain(END), path, delimiter);
     let Some(header) = rows.row()? else { return Ok(ControlFlow::Continue(())) };
+    if field == WHOLE_RECORD {
+        return records(rows, &header, each);
+    }
     let mut columns = (0..header.len()).filter(|at| header[*at] == *field.as_bytes());
     let Some(column) = columns.next() else {
         let names = header.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
@@ -37,11 +40,7 @@ pub(super) fn pieces(
     if columns.next().is_some() {
         return Err(rows.malformed(format!("names two columns '{field}'")));
     }
-    while let Some(row) = rows.row()? {
-        if row.len() != header.len() {
-            let (found, wanted) = (row.len(), header.len());
-            return Err(rows.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
-        }
+    while let Some(row) = rows.row_like(&header)? {
         if row[column].is_empty() {
             continue;
         }
@@ -55,13 +54,32 @@ pub(super) fn pieces(
     Ok(ControlFlow::Continue(()))
 }
 
+/// Hands on each row as a JSON object of strings.
+fn records(
+    mut rows: Rows<'_, impl Read>,
+    header: &ByteRecord,
+    each: EachPiece<'_>,
+) -> Result<ControlFlow<()>, DataError> {
+    let utf8 = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).ok();
+    while let Some(row) = rows.row_like(header)? {
+        let cell = |(name, cell)| Some((utf8(name)?, Value::String(utf8(cell)?)));
+        let Some(record) = header.iter().zip(&row).map(cell).collect::<Option<Map<_, _>>>() else {
+            return Err(rows.malformed("is not UTF-8 text".into()));
+        };
+        if each(Piece { text: Value::Object(record).to_string(), ends_document: true })?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
 /// The rows of a table.
 struct Rows<'a, R> {
     reader: Reader<Kept<R>>,
     path: &'a Path,
-    /// What was read since the last row began, and more.
+    /// The bytes since the start of the last row, and more.
     kept: Rc<RefCell<Bytes>>,
-    /// Where the last row began, or the blank lines before it.
+    /// Offset of the last row, or of the blank lines before it.
     began: Position,
 }
 
@@ -69,7 +87,7 @@ impl<'a, R: Read> Rows<'a, R> {
     fn new(reader: R, path: &'a Path, delimiter: u8) -> Self {
         let kept = Rc::new(RefCell::new(Bytes::default()));
         let reader = Kept { reader, kept: Rc::clone(&kept) };
-        // Rows of other lengths are refused here, where their lines are known.
+        // Rows of other lengths are refused here, with their line numbers.
         let mut builder = ReaderBuilder::new();
         builder.delimiter(delimiter).has_headers(false).flexible(true).buffer_capacity(64 << 10);
         Self { reader: builder.from_reader(reader), path, kept, began: Position::new() }
@@ -90,13 +108,23 @@ impl<'a, R: Read> Rows<'a, R> {
         })?;
         match row.iter().next_back() {
             Some(last) if row.len() == 1 && *last == END[1..] => Ok(None),
-            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row does not end".into())),
+            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row is not closed".into())),
             _ => Ok(Some(row)),
         }
     }
 
-    /// The line on which the last row begins. The reader counts lines to the end of the row before,
-    /// and blank ones are between.
+    /// The next row, of as many fields as the first row names columns.
+    fn row_like(&mut self, header: &ByteRecord) -> Result<Option<ByteRecord>, DataError> {
+        let Some(row) = self.row()? else { return Ok(None) };
+        if row.len() != header.len() {
+            let (found, wanted) = (row.len(), header.len());
+            return Err(self.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
+        }
+        Ok(Some(row))
+    }
+
+    /// The line on which the last row starts. The reader counts lines up to the end of the row
+    /// before, and blank lines are in between.
     fn line(&self) -> usize {
         let kept = self.kept.borrow();
         let from = (self.began.byte() - kept.before) as usize;
@@ -109,7 +137,7 @@ impl<'a, R: Read> Rows<'a, R> {
     }
 }
 
-/// Bytes that were read, but for those `before` them.
+/// The bytes read, after the `before` dropped ones.
 #[derive(Default)]
 struct Bytes {
     bytes: Vec<u8>,
@@ -117,7 +145,7 @@ struct Bytes {
 }
 
 impl Bytes {
-    /// Forgets what stands before the byte `at`, now and then.
+    /// Drops the bytes before offset `at`, at intervals.
     fn forget(&mut self, at: u64) {
         let count = (at - self.before) as usize;
         if count >= FORGOTTEN {
@@ -127,7 +155,7 @@ impl Bytes {
     }
 }
 
-/// Keeps what is read, and refuses to keep more than the longest row may have.
+/// Buffers what is read, up to the maximum length of a row.
 struct Kept<R> {
     reader: R,
     kept: Rc<RefCell<Bytes>>,
@@ -144,7 +172,7 @@ impl<R: Read> Read for Kept<R> {
     }
 }
 
-/// That a row is too long.
+/// The error of a row that is too long.
 #[derive(Debug, thiserror::Error)]
-#[error("is longer than 64 MB: does a quoted field not end?")]
+#[error("is longer than 64 MB: is a quoted field not closed?")]
 struct TooLong;

@@ -1,4 +1,4 @@
-//! Files of every kind: what is read of each, or what is said of it.
+//! Files of every kind: their documents, or their errors.
 
 use std::io::Write;
 
@@ -42,7 +42,7 @@ fn zstd_of(bytes: &[u8]) -> Vec<u8> {
     zstd::encode_all(bytes, 1).expect("in memory")
 }
 
-/// A text in UTF-16, little-endian, behind its mark.
+/// A text in little-endian UTF-16, with its mark.
 fn utf16(text: &str) -> Vec<u8> {
     [0xFEFF].into_iter().chain(text.encode_utf16()).flat_map(u16::to_le_bytes).collect()
 }
@@ -67,7 +67,7 @@ fn every_format_gives_its_documents() {
     let expected = ["one\n", "två", "three\nfour", "one\n", "två", "five", "six", "seven"].map(whole).to_vec();
     assert_eq!(pieces(folder.path(), "text", true).expect("good files"), expected);
     assert_eq!(read_text(&at("b.txt")).expect("a text"), "three\nfour");
-    assert_eq!(read_text(folder.path()).expect("texts").lines().count(), 9);
+    assert_eq!(read_text(folder.path()).expect("text").lines().count(), 9);
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn a_file_is_taken_as_what_it_contains() {
     let plain = |text: &str| text.as_bytes().to_vec();
     let nested = "{\"meta\": {\"text\": \"one\", \"by\": {\"name\": \"x\"}}}\n{\"meta\": null}\n";
     let files: Vec<(&str, Vec<u8>, &str, &[&str])> = vec![
-        // Formats by compression.
+        // Formats and compression.
         ("lines.jsonl", plain(LINES), "text", BOTH),
         ("lines.ndjson", plain(LINES), "text", BOTH),
         ("lines.json", plain(LINES), "text", BOTH),
@@ -126,10 +126,10 @@ fn a_file_is_taken_as_what_it_contains() {
     ];
     let folder = tempfile::tempdir().expect("a folder");
     assert!(files.len() >= 30);
-    for (name, bytes, field, texts) in files {
+    for (name, bytes, field, expected) in files {
         let path = folder.path().join(name);
         fs::write(&path, bytes).expect("writable");
-        assert_eq!(documents(&path, field).expect(name), texts, "{name}");
+        assert_eq!(documents(&path, field).expect(name), expected, "{name}");
     }
     let path = folder.path().join("nested.parquet");
     let fields = "OPTIONAL group meta { OPTIONAL BINARY text (UTF8); }";
@@ -143,7 +143,7 @@ fn what_is_malformed_is_named_with_its_place() {
     const MEND: &str = "write JSON lines or one array of objects, or name it .txt";
     let row = "1,one\n".repeat(300_000);
     let files: Vec<(&str, Vec<u8>, &str, &[&str])> = vec![
-        // Bytes that are no text.
+        // Bytes that are not text.
         ("a.txt", b"good \xFF bad".to_vec(), "text", &["a.txt: is not UTF-8 text (byte 5)"]),
         ("b.txt", b"cut off \xE2\x82".to_vec(), "text", &["b.txt: is not UTF-8 text (byte 8)"]),
         ("c.txt", b"\xEF\xBB\xBFa \xFF".to_vec(), "text", &["c.txt: is not UTF-8 text (byte 5)"]),
@@ -211,58 +211,48 @@ fn what_is_malformed_is_named_with_its_place() {
             "q.jsonl",
             plain("{\"text\": \"a\"}\n\n{\"body\": \"a\", \"id\": 3}"),
             "text",
-            &["q.jsonl, line 3: has no text in the field 'text' but body, id: name one with --field NAME"],
+            &["q.jsonl, line 3: has no field 'text'; it has body, id: name one with --field NAME"],
         ),
         (
             "r.jsonl",
             plain("{\"text\": 3, \"meta\": {\"a\": \"x\", \"b\": {\"c\": 1}}}"),
             "text",
-            &["r.jsonl, line 1: the field 'text' is a number, no text; other fields: meta.a, meta.b.c; name"],
+            &["r.jsonl, line 1: the field 'text' is a number, not text; other fields: meta.a, meta.b.c; name"],
         ),
         (
             "s.json",
             plain("[\n{\"meta\": {\"text\": \"x\"}},\n{\"meta\": {\"body\": [\"y\"]}}]"),
             "meta.text",
-            &["s.json, line 3: element 2 of the array: has no text in the field 'meta.text' but meta.body"],
+            &["s.json, line 3: element 2 of the array: has no field 'meta.text'; it has meta.body"],
         ),
         (
             "t.json",
             plain("{\n\"version\": 1, \"data\": [{\"text\": \"x\"}]}"),
             "text",
-            &["t.json, line 1: has no text in the field 'text' but version, data", "jq -c '.data[]'"],
+            &["t.json, line 1: has no field 'text'; it has version, data", "jq -c '.data[]'"],
         ),
-        (
-            "u-2.jsonl",
-            plain("{\"a\\nb\": 1}"),
-            "text",
-            &["u-2.jsonl, line 1: has no text in the field 'text' but a b:"],
-        ),
-        ("u.jsonl", plain("{}"), "text", &["u.jsonl, line 1: has no text in the field 'text' but nothing"]),
-        ("v.jsonl", plain("{\"text\": [\"a\"]}"), "text", &["v.jsonl, line 1: the field 'text' is an array, no text"]),
+        ("u-2.jsonl", plain("{\"a\\nb\": 1}"), "text", &["u-2.jsonl, line 1: has no field 'text'; it has a b:"]),
+        ("u.jsonl", plain("{}"), "text", &["u.jsonl, line 1: has no field 'text'; it has nothing"]),
+        ("v.jsonl", plain("{\"text\": [\"a\"]}"), "text", &["v.jsonl, line 1: the field 'text' is an array, not text"]),
         // Tables.
-        (
-            "a.csv",
-            plain("id,body\n1,one\n"),
-            "text",
-            &["a.csv, line 1: has no text in the field 'text' but id, body: name"],
-        ),
+        ("a.csv", plain("id,body\n1,one\n"), "text", &["a.csv, line 1: has no field 'text'; it has id, body: name"]),
         (
             "b.csv",
             plain("id,text\n1,one\n\n2,two,more\n"),
             "text",
-            &["b.csv, line 4: has 3 fields, but the first row names 2"],
+            &["b.csv, line 4: has 3 fields, but the header names 2"],
         ),
         (
             "c.tsv",
             plain("id\ttext\r\n1\t\"a\r\nb\"\r\n2\r\n"),
             "text",
-            &["c.tsv, line 4: has 1 fields, but the first row names 2"],
+            &["c.tsv, line 4: has 1 fields, but the header names 2"],
         ),
         (
             "d.csv",
             plain("id,text\n1,one\n2,\"two\n3,three\n"),
             "text",
-            &["d.csv, line 3: a quoted field of this row does not end"],
+            &["d.csv, line 3: a quoted field of this row is not closed"],
         ),
         ("e.csv", plain("text,text\na,b\n"), "text", &["e.csv, line 1: names two columns 'text'"]),
         ("f.csv", format!("id,text\n{row}\n1\n").into_bytes(), "text", &["f.csv, line 300003: has 1 fields"]),
@@ -283,9 +273,9 @@ fn what_is_malformed_is_named_with_its_place() {
     }
     let fields = "OPTIONAL group meta { OPTIONAL BINARY text (UTF8); }";
     parquet::tests::write_as(&folder.path().join("i.parquet"), fields, 2, &[Some("x")]);
-    refused("i.parquet", "text", &["no text in the field 'text' but meta.text: name one with --field NAME"]);
+    refused("i.parquet", "text", &["has no field 'text'; it has meta.text: name one with --field NAME"]);
     parquet::tests::write_number(&folder.path().join("j.parquet"));
-    refused("j.parquet", "id", &["the column 'id' is INT64, no text; other fields: nothing"]);
+    refused("j.parquet", "id", &["the column 'id' is INT64, not text; other fields: nothing"]);
 }
 
 #[test]
@@ -304,17 +294,17 @@ fn standard_input_is_json_where_it_begins_as_json() {
         ("\n\n", &["\n\n"]),
         ("", &[]),
     ];
-    for (bytes, texts) in cases {
-        assert_eq!(piped(bytes.as_bytes(), "text").expect(bytes), texts, "{bytes}");
+    for (bytes, expected) in cases {
+        assert_eq!(piped(bytes.as_bytes(), "text").expect(bytes), expected, "{bytes}");
     }
     let refused = |bytes: &[u8]| piped(bytes, "text").expect_err("no text").to_string();
     let message = refused(b"{\"text\": \"a\"}\n{\"body\": \"b\"}");
-    assert!(message.starts_with("-, line 2: has no text in the field 'text' but body"), "{message}");
+    assert!(message.starts_with("-, line 2: has no field 'text'; it has body"), "{message}");
     assert_eq!(refused(b"\xEF\xBB\xBFa \xFF"), "-: is not UTF-8 text (byte 5)");
     assert!(refused(&gzip(b"one")).starts_with("-: is compressed with gzip"));
 }
 
-/// Gives the same bytes over and over.
+/// Repeats the same bytes.
 struct Repeated<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -338,7 +328,7 @@ impl Read for Repeated<'_> {
 
 #[test]
 fn a_long_file_is_read_a_record_at_a_time() {
-    // Longer by far than what one record may have, in one line.
+    // Far longer than a record may be, in one line.
     let text = "a".repeat(1 << 20);
     let (record, row) = (format!("{{\"text\": {text:?}}}, "), format!("1,{text}\n"));
     let times = 2 * LONGEST_DOCUMENT / record.len();
@@ -371,5 +361,5 @@ fn a_record_that_does_not_end_is_refused_before_it_fills_the_memory() {
     let message = refused("[{\"text\": \"a\"},\n{\"text\": \"", Format::Json);
     assert_eq!(message, "x, line 2: element 2 of the array: is longer than 64 MB");
     let message = refused("text\na\n\"", Format::Table(b','));
-    assert_eq!(message, "x, line 3: is longer than 64 MB: does a quoted field not end?");
+    assert_eq!(message, "x, line 3: is longer than 64 MB: is a quoted field not closed?");
 }

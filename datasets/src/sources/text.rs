@@ -1,4 +1,4 @@
-//! Text, a document a file, in pieces that end between words.
+//! Plain text: one document per file, in pieces that end between words.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,12 +9,12 @@ use super::plain::{Plain, unreadable};
 use super::{EachPiece, LONGEST_DOCUMENT, Piece};
 use crate::error::DataError;
 
-/// Bytes that are read at once.
+/// Bytes read at once.
 const BLOCK: usize = 256 << 10;
-/// Bytes after which a piece may end behind a line break, and after which before a space.
+/// Bytes after which a piece may end at a line break, and after which at a space.
 const SHORTEST: [usize; 2] = [64 << 10, 1 << 20];
 
-/// Hands on a document in pieces. Its first byte is number `begins_at` of the file.
+/// Passes on a document in pieces. Its first byte has offset `begins_at` in the file.
 pub(super) fn pieces(
     mut reader: impl Read,
     path: &Path,
@@ -30,7 +30,7 @@ pub(super) fn pieces(
         let binary = |byte: usize| DataError::Binary { path: path.to_path_buf(), byte: handed_on + byte };
         let valid = match std::str::from_utf8(&bytes) {
             Ok(text) => text,
-            // A character may go on in the next block.
+            // A character may continue in the next block.
             Err(error) if error.error_len().is_none() && !ended => {
                 std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default()
             }
@@ -55,7 +55,7 @@ pub(super) fn pieces(
             let cause = if may_cut {
                 "64 MB of it have no space or line break between words"
             } else {
-                "is longer than the 64 MB that this tokenizer can take in one piece: split it into files, or use JSON lines"
+                "has a word longer than 64 MB: split it into files, or use JSON lines"
             };
             return Err(DataError::Refused { path: path.to_path_buf(), reason: cause.to_string() });
         }
@@ -65,8 +65,8 @@ pub(super) fn pieces(
     Ok(ControlFlow::Continue(()))
 }
 
-/// Where the first piece of a text ends, if it is long enough for one: behind a line break between two words, or before a space
-/// between two where no line ends for long.
+/// Where the first piece of a text ends, if the text is long enough: after a line break between two
+/// words, or before a space between two if no line ends for long.
 fn cut(text: &str) -> Option<usize> {
     let [lines, spaces] = SHORTEST;
     let place = |shortest: usize, mark: u8, past: usize| {
@@ -77,7 +77,7 @@ fn cut(text: &str) -> Option<usize> {
     place(lines, b'\n', 1).or_else(|| place(spaces, b' ', 0))
 }
 
-/// A text in pieces as they are cut.
+/// A text, split into pieces.
 pub(crate) fn cut_between_words(text: &str) -> Vec<&str> {
     let mut pieces = Vec::new();
     let mut rest = text;
@@ -90,13 +90,13 @@ pub(crate) fn cut_between_words(text: &str) -> Vec<&str> {
     pieces
 }
 
-/// Whether what stands before and behind the byte at `at` is no white space.
+/// Whether the characters before and after the byte at `at` are not white space.
 fn between_words(text: &str, at: usize) -> bool {
     let solid = |next: char| !next.is_whitespace();
     text[..at].ends_with(solid) && text[at + 1..].starts_with(solid)
 }
 
-/// The text of one file, as a whole, without its byte order mark.
+/// The text of a whole file, without its byte order mark.
 pub(crate) fn read_file(path: &Path) -> Result<String, DataError> {
     let file = File::open(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
     let mut plain = Plain::new(file, path)?;

@@ -12,46 +12,45 @@ use crate::inputs::Inputs;
 
 pub(super) const FILE: &str = "tokens.json";
 const VERSION: u32 = 1;
-/// Changes where files are read otherwise than before: tokens that were made of them are made
-/// again.
+/// Version of the reading of source files; a change makes tokens anew.
 const READING: u32 = 1;
 
 /// How a folder's tokens were made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     pub(super) version: u32,
-    /// How the files were read.
+    /// Version of the reading of source files.
     #[serde(default)]
     pub(super) reading: u32,
-    /// Whether all of them are there.
+    /// Whether all of them are complete.
     pub complete: bool,
-    /// Of the tokenizer.
+    /// Hash of the tokenizer.
     pub tokenizer_sha256: String,
-    /// Tokens that the tokenizer knows.
+    /// Size of the tokenizer's vocabulary.
     pub vocab_size: usize,
-    /// What stands behind each document, where the tokenizer has such a token.
+    /// The end-of-document token, if any.
     pub end_token: Option<u32>,
-    /// Bytes a token.
+    /// Bytes per token.
     pub(super) width: usize,
-    /// What the text is from; none where it came by standard input.
+    /// The source; none for standard input.
     pub inputs: Option<Inputs>,
-    /// The field of the documents, where a line or a row is one.
+    /// The document field, for records.
     pub field: String,
-    /// The share of the documents that is held out, where they are held out by document.
+    /// Share of the documents held out, if by document.
     pub held_out_documents: Option<f64>,
     /// Documents read.
     pub documents: u64,
     /// Bytes of text.
     pub bytes: u64,
-    /// Pieces of text that are in the shards: where to go on.
+    /// Pieces of text in the shards: where to continue.
     pub(super) pieces: u64,
-    /// Whether a document goes on behind them.
+    /// Whether a document continues after them.
     pub(super) in_document: bool,
     pub(super) train: Vec<ShardEntry>,
     pub(super) valid: Vec<ShardEntry>,
 }
 
-/// A shard, as it was written.
+/// A shard's metadata.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct ShardEntry {
     pub(super) file: String,
@@ -62,7 +61,7 @@ pub(super) struct ShardEntry {
 }
 
 impl Manifest {
-    /// Of tokens that are yet to be made.
+    /// A manifest of tokens still to be made.
     pub(super) fn new(
         tokenizer_sha256: String,
         vocab_size: usize,
@@ -92,7 +91,7 @@ impl Manifest {
         }
     }
 
-    /// Whether `other` is made of the same text in the same way.
+    /// Whether `other` has the same source, tokenizer and options.
     pub(super) fn is_alike(&self, other: &Self) -> bool {
         let made = |manifest: &Self| {
             let inputs = manifest.inputs.as_ref().map(|inputs| inputs.sha256.clone());
@@ -100,45 +99,45 @@ impl Manifest {
             let versions = (manifest.version, manifest.reading);
             (versions, hash, manifest.end_token, inputs, manifest.field.clone(), held_out)
         };
-        // What came by standard input comes but once.
+        // Standard input cannot be read again.
         self.inputs.is_some() && made(self) == made(other)
     }
 
-    /// Tokens in the shards.
+    /// Total tokens of the shards.
     pub fn tokens(&self) -> u64 {
         self.train.iter().chain(&self.valid).map(|shard| shard.tokens).sum()
     }
 
-    /// Reads a folder's.
+    /// Reads a folder's manifest.
     pub(super) fn read(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join(FILE);
         let text = fs::read_to_string(&path).map_err(|error| DataError::Io { path: path.clone(), error })?;
         let refused = |reason: String| DataError::Refused { path: path.clone(), reason };
         let manifest: Self =
-            serde_json::from_str(&text).map_err(|error| refused(format!("says nothing of tokens: {error}")))?;
+            serde_json::from_str(&text).map_err(|error| refused(format!("not a manifest of tokens: {error}")))?;
         if manifest.version != VERSION || ![2, 4].contains(&manifest.width) {
             let (version, width) = (manifest.version, manifest.width);
             return Err(refused(format!(
-                "is of version {version}, {width} bytes a token: this program reads version {VERSION}"
+                "has version {version} and {width} bytes per token; this program reads version {VERSION}"
             )));
         }
         Ok(manifest)
     }
 
-    /// Writes a folder's, beside first and then renamed.
+    /// Writes a folder's manifest atomically.
     pub(super) fn write(&self, folder: &Path) -> Result<(), DataError> {
-        let (path, beside) = (folder.join(FILE), folder.join(format!("{FILE}.partial")));
+        let (path, partial) = (folder.join(FILE), folder.join(format!("{FILE}.partial")));
         let put = || {
-            let mut file = File::create(&beside)?;
+            let mut file = File::create(&partial)?;
             file.write_all(&serde_json::to_vec_pretty(self)?)?;
             file.sync_all()?;
-            fs::rename(&beside, &path)
+            fs::rename(&partial, &path)
         };
         put().map_err(|error| DataError::Io { path: path.clone(), error })
     }
 }
 
-/// When a file was last written, in nanoseconds since 1970; 0 where nobody knows.
+/// Modification time of a file in nanoseconds since 1970; 0 if unknown.
 pub(super) fn modified(path: &Path) -> u128 {
     let time = fs::metadata(path).and_then(|meta| meta.modified()).ok();
     time.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).map_or(0, |time| time.as_nanos())

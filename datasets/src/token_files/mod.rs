@@ -1,13 +1,13 @@
 //! Tokens on disk, made once and read in place.
 //!
 //! ```text
-//! tokens.json                       how they were made, and the checksum of each shard
-//! tokenizer.json                    what they mean
-//! train-00000.tokens ...            shards of one stream of tokens, documents one after the other
-//! valid-00000.tokens ...            the held-out documents, where they are held out by document
+//! tokens.json                       the manifest, with the checksum of each shard
+//! tokenizer.json                    their tokenizer
+//! train-00000.tokens ...            shards of one token stream, documents in order
+//! valid-00000.tokens ...            held-out documents, if held out by document
 //! ```
 //!
-//! While they are made, `tokens.json` says that there is more to come, and where to go on.
+//! Until they are complete, `tokens.json` records where to continue.
 
 mod manifest;
 mod prepare;
@@ -35,19 +35,20 @@ pub struct TokenFiles {
 }
 
 impl TokenFiles {
-    /// Whether `folder` holds tokens, or the beginning of them.
+    /// Whether `folder` holds tokens, complete or not.
     pub fn are_in(folder: &Path) -> bool {
         folder.join(manifest::FILE).is_file()
     }
 
-    /// The tokens in `folder`. A shard that looks as it was written is taken at its word; of others every byte is checked.
+    /// Opens the tokens in `folder`. Shards with unchanged size and time are trusted; others are
+    /// verified in full.
     ///
     /// # Errors
-    /// If there are none, they are not complete, or a shard is missing or damaged.
+    /// If there are none, they are incomplete, or a shard is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, DataError> {
         let manifest = Manifest::read(folder)?;
         if !manifest.complete {
-            let reason = "its tokens are not complete: `fireclay prepare` goes on with them".to_string();
+            let reason = "its tokens are incomplete: continue with `fireclay prepare`".to_string();
             return Err(DataError::Refused { path: folder.to_path_buf(), reason });
         }
         let open = |shards: &[manifest::ShardEntry]| {
@@ -58,31 +59,31 @@ impl TokenFiles {
         Ok(Self { folder: folder.to_path_buf(), manifest, train, valid })
     }
 
-    /// How they were made.
+    /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Where they are.
+    /// The folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// What they mean.
+    /// The tokenizer.
     ///
     /// # Errors
-    /// If the folder's tokenizer is missing, damaged, or not the one that they were made with.
+    /// If it is missing, damaged, or not the one that the tokens were made with.
     pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
         let path = self.folder.join(TOKENIZER);
         let tokenizer = Tokenizer::load(&path)?;
         if tokenizer.sha256()? != self.manifest.tokenizer_sha256 {
-            let reason = "is not the tokenizer that the tokens beside it were made with".to_string();
+            let reason = "is not the tokenizer that these tokens were made with".to_string();
             return Err(DataError::Refused { path, reason });
         }
         Ok(tokenizer)
     }
 
-    /// Tokens to learn from and held out.
+    /// Number of training and held-out tokens.
     pub fn len(&self) -> u64 {
         self.train.len() + self.valid.len()
     }
@@ -93,11 +94,11 @@ impl TokenFiles {
     }
 }
 
-/// Shards one after the other.
+/// A token stream in shards.
 #[derive(Debug)]
 pub(crate) struct Stream {
     shards: Vec<Shard>,
-    /// Where each begins, and where the last one ends.
+    /// The start of each, and the end of the last.
     begins: Vec<u64>,
 }
 
@@ -119,10 +120,10 @@ impl Stream {
     /// The `count` tokens from `begin` on.
     ///
     /// # Errors
-    /// If a shard cannot be read, or holds what is no token.
+    /// If a shard cannot be read, or contains invalid tokens.
     ///
     /// # Panics
-    /// If there are not as many.
+    /// If there are fewer.
     pub(crate) fn read(&self, begin: u64, count: usize) -> Result<Vec<u32>, DataError> {
         assert!(begin + count as u64 <= self.len(), "{count} tokens from {begin} on, of {}", self.len());
         let mut tokens = Vec::with_capacity(count);

@@ -1,4 +1,5 @@
-//! Text to token files: one thread reads, all cores encode, and a shard that is whole is never made again.
+//! Tokenizes text to token files: one thread reads, all cores encode. Complete shards are never
+//! made again.
 
 use std::fs::{self, File, TryLockError};
 use std::ops::ControlFlow;
@@ -15,48 +16,51 @@ use crate::random::Generator;
 use crate::sources::{Piece, STDIN, TextSource};
 use crate::tokenizer::{Encoder, Tokenizer};
 
-/// Tokens from which on a shard is whole.
+/// Size of a full shard, in tokens.
 const SHARD: u64 = 32 << 20;
-/// Bytes of text that are encoded together.
+/// Bytes of text per encoding batch.
 const BATCH: usize = 4 << 20;
-/// Batches that wait to be encoded.
+/// Maximum queued batches.
 const AHEAD: usize = 2;
 const LOCK: &str = "tokens.lock";
 
-/// How to make token files.
+/// Options of token files.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PrepareOptions {
-    /// Holds out this share of the documents, chosen by their numbers; none leaves it to training to hold out the end of all.
+    /// Holds out this share of the documents, chosen by their numbers; with `None`, training holds
+    /// out the end of the data.
     pub held_out_documents: Option<f64>,
-    /// Tokens from which on a shard is whole; 0 for 32 million.
+    /// Tokens per shard; 0 for 32 million.
     pub shard: u64,
 }
 
-/// How far it is.
+/// Progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes of the files that have been read, compressed as they are.
+    /// Bytes of the files read, as stored.
     pub read: u64,
-    /// Bytes of the files in all; 0 where nobody knows.
+    /// Total bytes of the files; 0 if unknown.
     pub total: u64,
-    /// Bytes of text that were encoded by this call.
+    /// Bytes of text encoded by this call.
     pub encoded: u64,
-    /// Tokens made so far, by earlier calls too.
+    /// Tokens so far, earlier calls included.
     pub tokens: u64,
 }
 
-/// What the reader hands on.
+/// A message of the reader.
 enum Read {
     Pieces(Vec<Piece>, u64),
     Failed(DataError),
 }
 
-/// Makes token files of `source` in `folder`, or takes those that are there already, if they are of the same text and tokenizer; goes
-/// on with those that were begun. `progress` is told of each few megabytes, and breaks to stop: the same call goes on then.
+/// Makes token files of `source` in `folder`, continues incomplete ones, or reuses those of the
+/// same source and tokenizer. Calls `progress` every few megabytes; it breaks to stop, and the same
+/// call continues later.
 ///
 /// # Errors
-/// If the source cannot be read or holds no text, the tokenizer lacks something in it, the folder holds something else or cannot be
-/// written, or another process writes there; and [`DataError::Stopped`].
+/// If the source cannot be read or contains no text, the tokenizer lacks a part of it, the folder
+/// holds something else or cannot be written, or another process writes there; and
+/// [`DataError::Stopped`].
 pub fn prepare(
     source: &TextSource,
     tokenizer: &Tokenizer,
@@ -68,7 +72,7 @@ pub fn prepare(
     fs::create_dir_all(folder).map_err(refused)?;
     let known = if TokenFiles::are_in(folder) { Some(Manifest::read(folder)?) } else { None };
     if known.is_none() && fs::read_dir(folder).map_err(refused)?.flatten().any(|entry| entry.file_name() != LOCK) {
-        let reason = "holds something else than tokens: choose another folder".to_string();
+        let reason = "holds something other than tokens: choose another folder".to_string();
         return Err(DataError::Refused { path: folder.to_path_buf(), reason });
     }
     let _lock = lock(folder)?;
@@ -115,7 +119,7 @@ impl Writer<'_> {
             self.encode(&receiver, manifest)
         });
         if written.is_err() {
-            // What is half written is of no use, and may fill the disk.
+            // Remove partial files, which may fill the disk.
             for entry in fs::read_dir(self.folder).into_iter().flatten().flatten() {
                 if entry.path().extension().is_some_and(|extension| extension == "partial") {
                     let _ = fs::remove_file(entry.path());
@@ -129,11 +133,11 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes shards of what the reader hands on, and returns whether there is more in them than white space.
+    /// Writes shards from the reader's batches. Returns whether they contain more than white space.
     fn encode(&mut self, receiver: &Receiver<Read>, manifest: &mut Manifest) -> Result<bool, DataError> {
         let mut has_text = manifest.pieces > 0;
         let encoder = Encoder::new(self.tokenizer);
-        // Between documents of a tokenizer without an end token.
+        // Separator of documents for a tokenizer without an end token.
         let between = self.tokenizer.encode_whole("\n").unwrap_or_default();
         let mut shards: [Option<ShardWriter>; 2] = [None, None];
         let (mut done, mut encoded) = (manifest.clone(), 0);
@@ -142,8 +146,8 @@ impl Writer<'_> {
                 Read::Pieces(pieces, bytes) => (pieces, bytes),
                 Read::Failed(error) => return Err(error),
             };
-            let texts: Vec<&str> = pieces.iter().map(|piece| piece.text.as_str()).collect();
-            for (piece, mut tokens) in pieces.iter().zip(encoder.encode(&texts)?) {
+            let strings: Vec<&str> = pieces.iter().map(|piece| piece.text.as_str()).collect();
+            for (piece, mut tokens) in pieces.iter().zip(encoder.encode(&strings)?) {
                 let held_out = done.held_out_documents.is_some_and(|share| is_held_out(done.documents, share));
                 let (name, shard) = if held_out { ("valid", 1) } else { ("train", 0) };
                 let list = if held_out { &done.valid } else { &done.train };
@@ -165,7 +169,7 @@ impl Writer<'_> {
                 };
                 writer.write(&tokens)?;
                 shards[shard] = Some(writer);
-                // All shards end together: that is where to go on from.
+                // All shards end together here: a place to continue from.
                 if shards.iter().flatten().map(ShardWriter::len).sum::<u64>() >= self.shard {
                     Self::finish(&mut shards, &mut done)?;
                     done.write(self.folder)?;
@@ -196,7 +200,8 @@ impl Writer<'_> {
     }
 }
 
-/// Reads pieces behind the first `skipped`, and hands them on in batches, until nobody takes them.
+/// Reads pieces after the first `skipped` ones and sends them in batches, until the receiver is
+/// gone.
 fn read(source: &TextSource, may_cut: bool, skipped: u64, sender: &SyncSender<Read>) {
     let (mut batch, mut bytes, mut number) = (Vec::new(), 0, 0);
     let read = source.read(may_cut, &mut |piece| {
@@ -213,7 +218,7 @@ fn read(source: &TextSource, may_cut: bool, skipped: u64, sender: &SyncSender<Re
         let taken = sender.send(Read::Pieces(std::mem::take(&mut batch), source.bytes_read()));
         Ok(if taken.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
     });
-    // Whoever does not listen any more has a failure of its own to tell.
+    // A receiver that is gone reports its own error.
     let _ = match read {
         Ok(()) if batch.is_empty() => Ok(()),
         Ok(()) => sender.send(Read::Pieces(batch, source.bytes_read())),
@@ -246,7 +251,7 @@ fn lock(folder: &Path) -> Result<File, DataError> {
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {
-            let reason = format!("another process writes {FILE} there: wait for it");
+            let reason = format!("another process is writing {FILE} there: wait for it");
             Err(DataError::Refused { path: folder.to_path_buf(), reason })
         }
         Err(TryLockError::Error(error)) => Err(DataError::Io { path, error }),

@@ -1,4 +1,4 @@
-//! One file of tokens.
+//! A file of tokens.
 //!
 //! ```text
 //!   0 ..   8   FCTOKENS
@@ -33,7 +33,7 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// Opens a shard, and checks that it is what the manifest says.
+    /// Opens a shard and checks it against the manifest.
     pub(super) fn open(folder: &Path, entry: &ShardEntry, manifest: &Manifest) -> Result<Self, DataError> {
         let path = folder.join(&entry.file);
         let refused = |error| DataError::Io { path: path.clone(), error };
@@ -42,11 +42,11 @@ impl Shard {
         let size = file.metadata().map_err(refused)?.len();
         let wanted = HEADER as u64 + entry.tokens * manifest.width as u64;
         if size != wanted {
-            return Err(damaged(&path, &format!("it has {size} bytes, and not {wanted}")));
+            return Err(damaged(&path, &format!("it has {size} bytes instead of {wanted}")));
         }
         file.read_exact(&mut header).map_err(refused)?;
         if header != written_header(manifest, entry.tokens, entry.crc32)? {
-            return Err(damaged(&path, "its header is not what tokens.json says"));
+            return Err(damaged(&path, "its header does not match tokens.json"));
         }
         if modified(&path) != entry.modified {
             let mut hash = crc32fast::Hasher::new();
@@ -59,7 +59,7 @@ impl Shard {
             }
             let found = hash.finalize();
             if found != entry.crc32 {
-                return Err(damaged(&path, &format!("its checksum is {found:08x}, and not {:08x}", entry.crc32)));
+                return Err(damaged(&path, &format!("its checksum is {found:08x} instead of {:08x}", entry.crc32)));
             }
         }
         let vocab_size = manifest.vocab_size as u32;
@@ -76,7 +76,7 @@ impl Shard {
         let mut bytes = vec![0; count * self.width];
         let place = HEADER as u64 + begin * self.width as u64;
         read_exact_at(&self.file, &mut bytes, place).map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => damaged(&self.path, "it was cut short while it was read"),
+            io::ErrorKind::UnexpectedEof => damaged(&self.path, "it was truncated while it was read"),
             _ => DataError::Io { path: self.path.clone(), error },
         })?;
         let first = tokens.len();
@@ -85,7 +85,7 @@ impl Shard {
             _ => tokens.extend(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
         }
         match tokens[first..].iter().find(|token| **token >= self.vocab_size) {
-            Some(token) => Err(damaged(&self.path, &format!("{token} is no token of its tokenizer"))),
+            Some(token) => Err(damaged(&self.path, &format!("token {token} is not in its tokenizer"))),
             None => Ok(()),
         }
     }
@@ -125,16 +125,16 @@ fn written_header(manifest: &Manifest, tokens: u64, crc32: u32) -> Result<[u8; H
     let hash = &manifest.tokenizer_sha256;
     for (at, byte) in header[24..56].iter_mut().enumerate() {
         let digits = hash.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
-        *byte = digits.ok_or_else(|| DataError::Tokenizer(format!("tokens.json: {hash} is no sha256")))?;
+        *byte = digits.ok_or_else(|| DataError::Tokenizer(format!("tokens.json: {hash} is not a sha256")))?;
     }
     header[56..60].copy_from_slice(&crc32.to_le_bytes());
     Ok(header)
 }
 
-/// A shard being written, beside its place until it is whole.
+/// A shard being written, under a temporary name.
 pub(super) struct ShardWriter {
     name: String,
-    beside: PathBuf,
+    partial: PathBuf,
     place: PathBuf,
     file: BufWriter<File>,
     hash: crc32fast::Hasher,
@@ -143,15 +143,15 @@ pub(super) struct ShardWriter {
 }
 
 impl ShardWriter {
-    /// Begins the shard `name` of a folder.
+    /// Starts the shard `name` of a folder.
     pub(super) fn new(folder: &Path, name: String, width: usize) -> Result<Self, DataError> {
-        let (place, beside) = (folder.join(&name), folder.join(format!("{name}.partial")));
-        let file = File::create(&beside).and_then(|mut file| {
+        let (place, partial) = (folder.join(&name), folder.join(format!("{name}.partial")));
+        let file = File::create(&partial).and_then(|mut file| {
             file.write_all(&[0; HEADER])?;
             Ok(BufWriter::with_capacity(1 << 20, file))
         });
-        let file = file.map_err(|error| DataError::Io { path: beside.clone(), error })?;
-        Ok(Self { name, beside, place, file, hash: crc32fast::Hasher::new(), tokens: 0, width })
+        let file = file.map_err(|error| DataError::Io { path: partial.clone(), error })?;
+        Ok(Self { name, partial, place, file, hash: crc32fast::Hasher::new(), tokens: 0, width })
     }
 
     /// Tokens written.
@@ -167,12 +167,12 @@ impl ShardWriter {
         };
         self.hash.update(&bytes);
         self.tokens += tokens.len() as u64;
-        self.file.write_all(&bytes).map_err(|error| DataError::Io { path: self.beside.clone(), error })
+        self.file.write_all(&bytes).map_err(|error| DataError::Io { path: self.partial.clone(), error })
     }
 
-    /// Puts the whole shard in its place.
+    /// Renames the complete shard to its name.
     pub(super) fn finish(self, manifest: &Manifest) -> Result<ShardEntry, DataError> {
-        let Self { name, beside, place, mut file, hash, tokens, .. } = self;
+        let Self { name, partial, place, mut file, hash, tokens, .. } = self;
         let crc32 = hash.finalize();
         let header = written_header(manifest, tokens, crc32)?;
         let mut put = || {
@@ -181,7 +181,7 @@ impl ShardWriter {
             file.seek(SeekFrom::Start(0))?;
             file.write_all(&header)?;
             file.sync_all()?;
-            fs::rename(&beside, &place)
+            fs::rename(&partial, &place)
         };
         put().map_err(|error| DataError::Io { path: place.clone(), error })?;
         Ok(ShardEntry { file: name, tokens, crc32, modified: modified(&place) })

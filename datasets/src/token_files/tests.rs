@@ -5,7 +5,7 @@ use super::*;
 use crate::sources::TextSource;
 use crate::tokenizer::TokenizerKind;
 
-/// Documents of some length, one a line, and a tokenizer that has seen some of them.
+/// Documents of varying length, one per line, and a tokenizer trained on some of them.
 fn documents(count: usize) -> (Vec<String>, Tokenizer) {
     let document = |at: usize| format!("document {at}: {}", "the kiln's fire glows, ".repeat(1 + at * 7 % 40));
     let documents: Vec<String> = (0..count).map(document).collect();
@@ -32,32 +32,32 @@ const SMALL: PrepareOptions = PrepareOptions { held_out_documents: None, shard: 
 #[test]
 fn shards_hold_the_tokens_of_every_document_and_its_end() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (texts, tokenizer) = documents(300);
-    let source = folder.path().join("texts.jsonl");
-    write_jsonl(&source, &texts);
+    let (docs, tokenizer) = documents(300);
+    let source = folder.path().join("docs.jsonl");
+    write_jsonl(&source, &docs);
     let source = TextSource::open(&source, "text").expect("a file");
     let files = prepare(&source, &tokenizer, &folder.path().join("tokens"), SMALL, &mut go_on).expect("prepared");
     assert!(files.train.shards.len() > 10, "{}", files.train.shards.len());
     let end = tokenizer.end_token().expect("one");
     let expected: Vec<u32> =
-        texts.iter().flat_map(|text| [tokenizer.encode(text).expect("any text"), vec![end]].concat()).collect();
+        docs.iter().flat_map(|text| [tokenizer.encode(text).expect("any text"), vec![end]].concat()).collect();
     assert_eq!(all(&files.train), expected);
-    // Any part, across shards.
+    // Any range, across shards.
     for (begin, count) in [(0, 1), (990, 1500), (expected.len() - 3, 3), (5, 0)] {
         assert_eq!(files.train.read(begin as u64, count).expect("readable"), expected[begin..begin + count]);
     }
     let manifest = files.manifest();
     assert_eq!((manifest.documents, manifest.tokens()), (300, expected.len() as u64));
-    assert_eq!(manifest.bytes, texts.iter().map(|text| text.len() as u64).sum::<u64>());
+    assert_eq!(manifest.bytes, docs.iter().map(|text| text.len() as u64).sum::<u64>());
     assert_eq!(files.tokenizer().expect("its own").sha256().ok(), tokenizer.sha256().ok());
 }
 
 #[test]
 fn held_out_documents_are_in_files_of_their_own() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (texts, tokenizer) = documents(400);
-    let source = folder.path().join("texts.jsonl");
-    write_jsonl(&source, &texts);
+    let (docs, tokenizer) = documents(400);
+    let source = folder.path().join("docs.jsonl");
+    write_jsonl(&source, &docs);
     let source = TextSource::open(&source, "text").expect("a file");
     let options = PrepareOptions { held_out_documents: Some(0.25), ..SMALL };
     let files = prepare(&source, &tokenizer, &folder.path().join("tokens"), options, &mut go_on).expect("prepared");
@@ -70,7 +70,7 @@ fn held_out_documents_are_in_files_of_their_own() {
     let (train, valid) = (texts_of(&files.train), texts_of(&files.valid));
     assert!((60..140).contains(&valid.len()), "{}", valid.len());
     let mut both = [train, valid].concat();
-    let mut expected = texts;
+    let mut expected = docs;
     both.sort();
     expected.sort();
     assert_eq!(both, expected);
@@ -79,10 +79,10 @@ fn held_out_documents_are_in_files_of_their_own() {
 #[test]
 fn what_was_stopped_goes_on_and_what_is_whole_is_taken_as_it_is() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (texts, tokenizer) = documents(3000);
-    // A long text, cut into pieces, in several batches.
+    let (docs, tokenizer) = documents(3000);
+    // A long text, in several pieces and batches.
     let source = folder.path().join("text.txt");
-    fs::write(&source, texts.join("\n").repeat(8)).expect("writable");
+    fs::write(&source, docs.join("\n").repeat(8)).expect("writable");
     let open = || TextSource::open(&source, "text").expect("a file");
     let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
     let options = PrepareOptions { shard: 100_000, ..SMALL };
@@ -94,7 +94,7 @@ fn what_was_stopped_goes_on_and_what_is_whole_is_taken_as_it_is() {
     };
     let error = prepare(&open(), &tokenizer, &stopped, options, &mut stop).expect_err("stopped");
     assert!(matches!(error, DataError::Stopped));
-    assert!(TokenFiles::open(&stopped).expect_err("not whole").to_string().contains("are not complete"));
+    assert!(TokenFiles::open(&stopped).expect_err("not whole").to_string().contains("are incomplete"));
     let partial = fs::read_dir(&stopped).expect("a folder").flatten();
     assert!(partial.into_iter().all(|entry| entry.path().extension().is_none_or(|extension| extension != "partial")));
     let mut encoded = Vec::new();
@@ -108,15 +108,15 @@ fn what_was_stopped_goes_on_and_what_is_whole_is_taken_as_it_is() {
     let shards = |files: &TokenFiles| files.manifest.train.iter().map(|shard| shard.crc32).collect::<Vec<_>>();
     assert_eq!(shards(&files), shards(&expected));
     let mut never = |_| -> ControlFlow<()> { panic!("there is nothing to do") };
-    prepare(&open(), &tokenizer, &stopped, options, &mut never).expect("it is there");
+    prepare(&open(), &tokenizer, &stopped, options, &mut never).expect("it exists");
 }
 
 #[test]
 fn other_text_or_another_tokenizer_is_tokenized_again() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (texts, tokenizer) = documents(20);
+    let (docs, tokenizer) = documents(20);
     let (source, tokens) = (folder.path().join("text.txt"), folder.path().join("tokens"));
-    fs::write(&source, texts.join("\n")).expect("writable");
+    fs::write(&source, docs.join("\n")).expect("writable");
     let make = |tokenizer: &Tokenizer| {
         let source = TextSource::open(&source, "text").expect("a file");
         prepare(&source, tokenizer, &tokens, SMALL, &mut go_on).expect("prepared")
@@ -137,7 +137,7 @@ fn tokens_of_files_that_were_read_otherwise_are_made_again() {
     fs::write(&source, "{\"text\": \"a text\"}").expect("writable");
     let source = TextSource::open(&source, "text").expect("a file");
     let made = prepare(&source, &tokenizer, &tokens, SMALL, &mut go_on).expect("prepared");
-    // As an earlier program left it.
+    // As written by an earlier version.
     let manifest = Manifest { reading: 0, documents: 7, ..made.manifest().clone() };
     manifest.write(&tokens).expect("writable");
     let made = prepare(&source, &tokenizer, &tokens, SMALL, &mut go_on).expect("prepared");
@@ -147,9 +147,9 @@ fn tokens_of_files_that_were_read_otherwise_are_made_again() {
 #[test]
 fn a_shard_that_is_damaged_cut_or_gone_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (texts, tokenizer) = documents(100);
+    let (docs, tokenizer) = documents(100);
     let (source, tokens) = (folder.path().join("text.txt"), folder.path().join("tokens"));
-    fs::write(&source, texts.join("\n")).expect("writable");
+    fs::write(&source, docs.join("\n")).expect("writable");
     let source = TextSource::open(&source, "text").expect("a file");
     let files = prepare(&source, &tokenizer, &tokens, PrepareOptions::default(), &mut go_on).expect("prepared");
     let shard = tokens.join("train-00000.tokens");
@@ -162,14 +162,14 @@ fn a_shard_that_is_damaged_cut_or_gone_is_named() {
         let message = refused();
         assert!(message.contains("train-00000.tokens: is damaged") && message.contains(said), "{message}");
     }
-    // A copy is as good, though it looks otherwise.
+    // A copy is valid, although its times differ.
     fs::write(&shard, &good).expect("writable");
     TokenFiles::open(&tokens).expect("whole");
-    // Cut while it is read: what was opened before says so too.
+    // Truncated after opening: reads fail, too.
     fs::File::options().write(true).open(&shard).expect("a shard").set_len(100).expect("shorter");
     let message = files.train.read(0, 1000).expect_err("cut").to_string();
-    assert!(message.contains("cut short while it was read"), "{message}");
-    assert!(refused().contains("bytes, and not"), "{}", refused());
+    assert!(message.contains("truncated while it was read"), "{message}");
+    assert!(refused().contains("bytes instead of"), "{}", refused());
     fs::remove_file(&shard).expect("there");
     assert!(refused().contains("train-00000.tokens: No such file"), "{}", refused());
 }
@@ -177,11 +177,11 @@ fn a_shard_that_is_damaged_cut_or_gone_is_named() {
 #[test]
 fn a_folder_of_something_else_is_left_alone() {
     let folder = tempfile::tempdir().expect("a folder");
-    let (texts, tokenizer) = documents(2);
-    fs::write(folder.path().join("text.txt"), texts.join("\n")).expect("writable");
+    let (docs, tokenizer) = documents(2);
+    fs::write(folder.path().join("text.txt"), docs.join("\n")).expect("writable");
     let source = TextSource::open(folder.path(), "text").expect("a folder");
     let message = prepare(&source, &tokenizer, folder.path(), SMALL, &mut go_on).expect_err("no").to_string();
-    assert!(message.contains("holds something else than tokens"), "{message}");
+    assert!(message.contains("holds something other than tokens"), "{message}");
     fs::write(folder.path().join("text.txt"), "").expect("writable");
     let message = prepare(&source, &tokenizer, &folder.path().join("new"), SMALL, &mut go_on).expect_err("no");
     assert!(message.to_string().contains("holds no text"), "{message}");

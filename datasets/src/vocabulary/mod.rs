@@ -1,5 +1,4 @@
-//! A tokenizer of a vocabulary and what is said of it, as GGUF files keep one: of byte pairs, or of
-//! SentencePiece.
+//! Tokenizers from a vocabulary and settings as in GGUF files: byte-level BPE, or SentencePiece.
 
 mod patterns;
 
@@ -13,30 +12,30 @@ use self::patterns::{Pattern, Rule};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
-/// What SentencePiece has for a space.
+/// SentencePiece's character for a space.
 const SPACE: &str = "▁";
-/// The longest piece of SentencePiece that is looked for in two.
+/// The longest SentencePiece piece that is split into pairs.
 const LONGEST_PIECE: usize = 512;
 
-/// What a token is.
+/// Type of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenKind {
     /// Text.
     Normal,
-    /// What stands for text that no other token has.
+    /// Stands for unknown text.
     Unknown,
-    /// No text: the end of a turn, say.
+    /// A control token, such as the end of a turn.
     Control,
-    /// Text that is looked for before all else.
+    /// Text that is matched before tokenization.
     UserDefined,
-    /// It has no use.
+    /// Unused.
     Unused,
     /// One byte, named `<0x0A>`.
     Byte,
 }
 
 impl TokenKind {
-    /// By its number in GGUF files (`gguf.TokenType`); normal where there is no such number.
+    /// From its number in GGUF files (`gguf.TokenType`); normal for unknown numbers.
     pub fn of(number: f64) -> Self {
         match number as i32 {
             2 => Self::Unknown,
@@ -49,24 +48,22 @@ impl TokenKind {
     }
 }
 
-/// How a vocabulary makes tokens of text.
+/// The tokenization algorithm.
 #[derive(Clone, Debug, PartialEq)]
 pub enum VocabularyModel {
-    /// Byte-level BPE (Radford et al., 2019): pairs are merged within the pieces that a pattern
-    /// cuts.
+    /// Byte-level BPE (Radford et al., 2019): merges pairs within the pieces found by a pattern.
     BytePairs {
-        /// Two tokens each with a space between, the first to be merged first.
+        /// Pairs of tokens separated by a space, in order of priority.
         merges: Vec<String>,
-        /// The pattern's name; [`Tokenizer::of_vocabulary`] says what is taken for one that is not
-        /// known.
+        /// The pattern's name; [`Tokenizer::of_vocabulary`] reports the default for an unknown one.
         pattern: Option<String>,
     },
-    /// SentencePiece's BPE (Kudo and Richardson, 2018): the pair is merged whose token has the
-    /// highest score.
+    /// SentencePiece BPE (Kudo and Richardson, 2018): merges the pair whose token has the highest
+    /// score.
     SentencePiece {
-        /// One for each token.
+        /// One per token.
         scores: Vec<f64>,
-        /// Whether a text is read as if a space stood before it.
+        /// Whether a space is put before each text.
         space_before: bool,
     },
 }
@@ -74,28 +71,27 @@ pub enum VocabularyModel {
 /// A vocabulary.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Vocabulary {
-    /// How text becomes tokens.
+    /// The algorithm.
     pub model: VocabularyModel,
-    /// The tokens, by their ids.
+    /// The tokens, by id.
     pub tokens: Vec<String>,
-    /// What each of them is.
+    /// Their types.
     pub kinds: Vec<TokenKind>,
-    /// The token that stands for what no other has.
+    /// The token for unknown text.
     pub unknown: Option<u32>,
-    /// The token that a text begins with, where it is said or usual that one does.
+    /// The BOS token, if given or usual.
     pub begin: Option<u32>,
-    /// Whether a text begins with it; as is usual for the pattern where that is not said.
+    /// Whether BOS is added; by default, as usual for the pattern.
     pub adds_begin: Option<bool>,
-    /// The token that a text ends with, if one does.
+    /// The EOS token, if it is added.
     pub end: Option<u32>,
 }
 
 impl Tokenizer {
-    /// The tokenizer of a vocabulary, and what had to be assumed of it, for a warning.
+    /// The tokenizer of a vocabulary, and assumptions for a warning.
     ///
     /// # Errors
-    /// If lists are not of one length, an id is none of the tokens', or merges name tokens that
-    /// there are not.
+    /// If lists differ in length, an id is invalid, or merges name unknown tokens.
     pub fn of_vocabulary(vocabulary: &Vocabulary) -> Result<(Self, Option<String>), DataError> {
         let Vocabulary { model, tokens, kinds, .. } = vocabulary;
         if kinds.len() != tokens.len() {
@@ -126,10 +122,10 @@ fn wrong(reason: String) -> DataError {
 
 impl Vocabulary {
     fn byte_pairs(&self, merges: &[String], pattern: &Pattern) -> Result<Tokenizer, DataError> {
-        // Those without a use fill gaps between ids: there is no such text.
+        // Unused tokens fill gaps between ids: they match no text.
         let ids = self.ids(|kind| kind != TokenKind::Unused);
         let pair = |merge: &String| {
-            // A token may begin with a space in no alphabet of bytes, but in some files.
+            // Some files have tokens with a plain leading space, outside the byte alphabet.
             let at = merge.char_indices().skip(1).find(|(_, character)| *character == ' ').map(|(at, _)| at);
             let pair = at.map(|at| (merge[..at].to_string(), merge[at + 1..].to_string()));
             pair.ok_or_else(|| wrong(format!("the merge '{merge}' is not two tokens")))
@@ -173,14 +169,14 @@ impl Vocabulary {
         self.assemble(model, settings, self.adds_begin.unwrap_or(true))
     }
 
-    /// The ids of tokens of some kinds, of equal ones the first.
+    /// The ids of tokens of some types; of duplicates the first.
     fn ids(&self, wanted: impl Fn(TokenKind) -> bool) -> Vocab {
         let all = self.tokens.iter().zip(&self.kinds).enumerate().rev();
         all.filter(|(_, (_, kind))| wanted(**kind)).map(|(id, (token, _))| (token.clone(), id as u32)).collect()
     }
 
-    /// The pairs of pieces that make a piece, that of the highest score first: in this order BPE
-    /// merges as SentencePiece does, but where two pairs make the same piece.
+    /// The pairs that form a piece, by descending score. In this order BPE merges as SentencePiece
+    /// does, except where two pairs form the same piece.
     fn merges(&self, scores: &[f64]) -> Vec<(String, String)> {
         let normal = self.kinds.iter().zip(0u32..).filter(|(kind, _)| **kind == TokenKind::Normal);
         let pieces: HashMap<&str, u32> = normal.map(|(_, id)| (&self.tokens[id as usize][..], id)).collect();
@@ -198,14 +194,13 @@ impl Vocabulary {
                 }
             }
         }
-        // As transformers orders them: by score, then by the lengths of both parts, longest first.
+        // The order of transformers: by score, then by the lengths of both parts, longest first.
         pairs.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)).then(a.2.cmp(&b.2)));
         let token = |id: u32| self.tokens[id as usize].clone();
         pairs.into_iter().map(|(.., (_, first, second))| (token(first), token(second))).collect()
     }
 
-    /// A tokenizer with this model, with the tokens that are looked for in a text, and those that
-    /// it begins and ends with.
+    /// A tokenizer with this model, the tokens matched before tokenization, and BOS and EOS.
     fn assemble(&self, model: BPE, mut settings: Value, adds_begin: bool) -> Result<Tokenizer, DataError> {
         settings["version"] = json!("1.0");
         settings["added_tokens"] = json!([]);
@@ -226,8 +221,8 @@ impl Vocabulary {
     fn template(&self, begin: Option<u32>) -> Value {
         let special = |id: u32| json!({ "SpecialToken": { "id": self.tokens[id as usize], "type_id": 0 } });
         let text = |name: &str, kind: u32| json!({ "Sequence": { "id": name, "type_id": kind } });
-        let around = |texts: Vec<Value>| -> Vec<Value> {
-            begin.map(special).into_iter().chain(texts).chain(self.end.map(special)).collect()
+        let around = |sequence: Vec<Value>| -> Vec<Value> {
+            begin.map(special).into_iter().chain(sequence).chain(self.end.map(special)).collect()
         };
         let used = [begin, self.end].into_iter().flatten().map(|id| {
             let token = &self.tokens[id as usize];
@@ -266,7 +261,7 @@ mod tests {
         assert!(assumed.contains("'mars'") && assumed.contains("'default'"), "{assumed}");
         assert_eq!(tokenizer.encode("ab<end>a").expect("known text"), [2, 3, 0]);
         let (_, assumed) = Tokenizer::of_vocabulary(&vocabulary(None, &["a b"])).expect("a tokenizer");
-        assert!(assumed.expect("a warning").contains("names no pattern"));
+        assert!(assumed.expect("a warning").contains("names no pre-tokenizer pattern"));
         let (tokenizer, assumed) = Tokenizer::of_vocabulary(&vocabulary(Some("llama-bpe"), &["a b"])).expect("one");
         assert_eq!(assumed, None);
         assert_eq!(tokenizer.encode_prompt("ab").expect("known text"), [3, 2]);

@@ -1,23 +1,23 @@
-//! The patterns by which byte-level BPE cuts a text, under the names of GGUF files
+//! The pre-tokenizer patterns of byte-level BPE, by their names in GGUF files
 //! (`tokenizer.ggml.pre`).
 //!
-//! Each is that of the `tokenizer.json` of the models it is named for: what it matches stands
-//! alone, one expression after the other.
+//! Each equals that of the `tokenizer.json` of the models it is named for: expressions are applied
+//! in order, and each match is a piece of its own.
 
-/// An expression whose matches stand alone.
+/// An expression whose matches are pieces.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rule(pub(super) &'static str);
 
-/// How a text is cut, and what goes with it.
+/// A pre-tokenizer, with related settings.
 #[derive(Clone, Debug)]
 pub(super) struct Pattern {
     /// None for GPT-2's own.
     pub(super) rules: &'static [Rule],
-    /// Whether a piece that is a token is that, whatever the merges.
+    /// Whether a piece that is a token is kept whole, whatever the merges.
     pub(super) whole_words: bool,
-    /// Whether a sequence begins with BOS where the file does not say so.
+    /// Whether BOS is added if the file does not say.
     pub(super) adds_begin: bool,
-    /// Whether text is brought to Unicode's NFC.
+    /// Whether text is normalized to NFC.
     pub(super) normalizes: bool,
 }
 
@@ -28,7 +28,7 @@ const DIGIT: Rule = Rule(r"\p{N}");
 const DIGITS: Rule = Rule(r"\p{N}+");
 const THREE_DIGITS: Rule = Rule("[0-9][0-9][0-9]");
 const LINE_END: Rule = Rule(r"[\r\n]");
-/// Of Chinese, Japanese and Korean.
+/// Chinese, Japanese and Korean.
 const IDEOGRAPHS: Rule = Rule("[一-龥ࠀ-一가-퟿]+");
 const LLAMA3: Rule = Rule(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -46,7 +46,7 @@ const GPT4O: Rule = Rule(concat!(
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ));
-/// Letters of alphabets that have capitals.
+/// Letters of scripts with case.
 const CASED: Rule = Rule(r"\s?[\p{Lu}\p{Ll}\p{Lt}]+");
 const DEEPSEEK_MARKS: Rule = Rule(r"\s?[!-/:-~！-／：-～‘-‟　-。]+");
 const DEEPSEEK3: Rule = Rule(concat!(
@@ -54,7 +54,7 @@ const DEEPSEEK3: Rule = Rule(concat!(
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ));
 
-/// Names of patterns that are the same, and their rules.
+/// Names of equal patterns, and their rules.
 const PATTERNS: &[(&[&str], &[Rule])] = &[
     (&[DEFAULT], &[Rule(r"[\p{P}\$\+<=>\^~\|]+"), GPT2, DIGITS, THREE_DIGITS]),
     (&["gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "mpt", "olmo", "jais"], &[]),
@@ -70,17 +70,17 @@ const PATTERNS: &[(&[&str], &[Rule])] = &[
 ];
 
 impl Pattern {
-    /// The pattern of a name, and what is assumed where there is none or it is not known.
+    /// The pattern of a name, and the assumption if it is missing or unknown.
     pub(super) fn named(name: Option<&str>) -> (Self, Option<String>) {
         let find = |name: &str| PATTERNS.iter().find(|(names, _)| names.contains(&name)).map(|(_, rules)| *rules);
         let (rules, assumed) = match (name, name.and_then(find)) {
             (_, Some(rules)) => (rules, None),
             (name, None) => {
-                let why = name.map_or("names no pattern that cuts text".into(), |name| {
-                    format!("cuts text by the pattern '{name}', which is not known")
+                let why = name.map_or("names no pre-tokenizer pattern".into(), |name| {
+                    format!("has the unknown pre-tokenizer pattern '{name}'")
                 });
                 let rules = find(DEFAULT).unwrap_or_default();
-                (rules, Some(format!("the tokenizer {why}: '{DEFAULT}' is assumed, and tokens may be others")))
+                (rules, Some(format!("the tokenizer {why}: assuming '{DEFAULT}', which may give other tokens")))
             }
         };
         let is = |names: &[&str]| name.is_some_and(|name| names.contains(&name));

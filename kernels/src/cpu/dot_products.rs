@@ -1,11 +1,11 @@
-//! Products of a few rows with a matrix that is read once, as it lies.
+//! Products of a few rows with a matrix that is read once, in its stored layout.
 
 use pulp::{Simd, WithSimd};
 
 use super::{LANES, sum_of};
 
-/// The sums of products of all rows of `a` with all of `b`, which have `size` elements, into `out` `[rows of a, rows of b]`: each is what
-/// [`sum_of`] gives.
+/// The sums of products of all rows of `a` with all of `b`, which have `size` elements, into `out`
+/// `[rows of a, rows of b]`: each is what [`sum_of`] gives.
 pub(crate) struct DotProducts<'a> {
     pub(crate) a: &'a [f32],
     pub(crate) b: &'a [f32],
@@ -19,7 +19,8 @@ impl DotProducts<'_> {
         pulp::Arch::new().dispatch(self);
     }
 
-    /// The products of several rows with one of `b`, which comes from memory once and in order; a sum has `EACH` registers.
+    /// The products of several rows with one of `b`, which comes from memory once and in order; a
+    /// sum has `EACH` registers.
     #[inline(always)]
     fn by_rows<S: Simd, const MOST: usize, const EACH: usize>(self, simd: S) {
         let Self { a, b, size, out } = self;

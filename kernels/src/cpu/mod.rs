@@ -1,9 +1,12 @@
 //! What the CPU's operations are built from: tensors as slices, vectorised loops, products.
 //!
-//! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first would be one more pass
-//! over it, by one thread.
+//! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first
+//! would be one more pass over it, by one thread.
 
 mod dot_products;
+mod stored;
+mod team;
+mod tile_products;
 mod words;
 
 use std::ops::Range;
@@ -15,10 +18,12 @@ use ndarray::IxDyn;
 use rayon::prelude::*;
 
 pub(crate) use self::dot_products::DotProducts;
-pub(crate) use self::words::{QuantizedRows, Words, words_tensor};
+pub(crate) use self::stored::{DOT_PRODUCT_ROWS, Inputs, QuantizedRows, stored_gradient, stored_product};
+pub(crate) use self::tile_products::Instructions;
+pub(crate) use self::words::{Words, words_tensor};
 
-/// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many
-/// where that leaves an even number of slabs.
+/// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up
+/// to three times as many where that leaves an even number of slabs.
 const SLAB: usize = 64;
 const WIDE_SLABS: [usize; 2] = [3 * SLAB, 2 * SLAB];
 /// Slabs of a product at most; wider ones beyond.
@@ -62,7 +67,8 @@ impl Values {
         }
     }
 
-    /// The same values seen in another shape of as many elements; copied only if they do not lie row after row.
+    /// The same values seen in another shape of as many elements; copied only if they do not lie
+    /// row after row.
     pub(crate) fn reshaped<const D: usize>(self, shape: [usize; D]) -> Tensor<NdArray, D> {
         let array = if self.0.is_standard_layout() { self.0 } else { Self::in_rows(&self.0) };
         from_array(array.into_shape_with_order(IxDyn(&shape)).expect("as many elements as before"))
@@ -110,19 +116,21 @@ pub(crate) fn integers<const D: usize>(tensor: Tensor<NdArray, D, Int>) -> Vec<i
     }
 }
 
-/// An id or position held in `0..=last`: what lies outside, on either side, counts as `last`.
+/// Clamps an id or position to `0..=last`: values outside, on either side, become `last`.
 pub(crate) fn clamp_index(id: i64, last: usize) -> usize {
     usize::try_from(id).unwrap_or(usize::MAX).min(last)
 }
 
-/// Runs `work` with the widest vectors that the processor has. Closures that lead to it are `#[inline(always)]`, as are functions that it
-/// calls: what is not inlined is compiled once, without them.
+/// Runs `work` with the widest vectors that the processor has. Closures that lead to it are
+/// `#[inline(always)]`, as are functions that it calls: what is not inlined is compiled once,
+/// without them.
 #[inline(always)]
 pub(crate) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(work)
 }
 
-/// Calls `work` with the index of the first row and the rows of each piece of `out`, on all cores if that pays.
+/// Calls `work` with the index of the first row and the rows of each piece of `out`, on all cores
+/// if that pays.
 pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
     let rows = (GRAIN / columns.max(1)).max(1);
     if out.len() <= rows * columns {
@@ -143,13 +151,14 @@ pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mu
 #[derive(Clone, Copy)]
 struct Shared(*mut f32);
 
-// SAFETY: whoever makes one sees to it that no two threads write the same elements, or one what another reads.
+// SAFETY: whoever makes one sees to it that no two threads write the same elements, or one what
+// another reads.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
-/// New matrices of `rows` rows, of `columns` columns each: `work` gets the index of a piece's first row and that piece
-/// of each matrix, cleared, on all cores if that pays.
+/// New matrices of `rows` rows, of `columns` columns each: `work` gets the index of a piece's first
+/// row and that piece of each matrix, cleared, on all cores if that pays.
 pub(crate) fn new_rows<const N: usize>(
     rows: usize,
     columns: [usize; N],
@@ -164,7 +173,7 @@ pub(crate) fn new_rows<const N: usize>(
     )
 }
 
-/// [`new_rows`] beside those of `x`, of `width` columns, which `work` gets too, to be changed.
+/// [`new_rows`] together with the rows of `x`, of `width` columns, which `work` may change.
 pub(crate) fn new_rows_beside<const N: usize>(
     rows: usize,
     (x, width): (&mut [f32], usize),
@@ -180,8 +189,8 @@ pub(crate) fn new_rows_beside<const N: usize>(
     let fill = |index: usize| {
         let (first, x) = (index * piece, x);
         let size = piece.min(rows - first);
-        // SAFETY: rows `first` to `first + size` lie within each matrix's memory, and no other piece has them; those of
-        // new matrices are written before a slice of them is made.
+        // SAFETY: rows `first` to `first + size` lie within each matrix's memory, and no other
+        // piece has them; those of new matrices are written before a slice of them is made.
         let (x, pieces) = unsafe {
             let pieces = std::array::from_fn(|i| {
                 let at = begin[i].0.add(first * columns[i]);
@@ -206,8 +215,9 @@ pub(crate) fn new_rows_beside<const N: usize>(
     out
 }
 
-/// A new matrix of few rows, a piece of its columns at a time, on all cores if that pays: `work` gets the columns, and
-/// the piece `[rows, columns]` that it fills. `cost` is the work for a column, in elements.
+/// A new matrix of few rows, a piece of its columns at a time, on all cores if that pays: `work`
+/// gets the columns, and the piece `[rows, columns]` that it fills. `cost` is the work for a
+/// column, in elements.
 pub(crate) fn new_columns(
     rows: usize,
     columns: usize,
@@ -245,7 +255,8 @@ pub(crate) fn zeros(size: usize) -> Vec<f32> {
     zeros
 }
 
-/// Calls `work` with ranges of `rows` that are the same on every machine, and adds up the `[width]` sums it fills.
+/// Calls `work` with ranges of `rows` that are the same on every machine, and adds up the `[width]`
+/// sums it fills.
 pub(crate) fn sum_over_rows(rows: usize, width: usize, work: impl Fn(Range<usize>, &mut [f32]) + Sync) -> Vec<f32> {
     const PIECE: usize = 128;
     let pieces: Vec<Vec<f32>> = (0..rows.div_ceil(PIECE))
@@ -282,8 +293,8 @@ pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Replaces what slices of one length have in one place, place after place, sixteen together: the compiler need not know that
-/// none of them lies in another's memory.
+/// Updates equal-length slices elementwise, sixteen elements at a time: the compiler need not know
+/// that they do not overlap.
 #[inline(always)]
 pub(crate) fn for_lanes<const N: usize>(slices: [&mut [f32]; N], f: impl Fn([f32; N]) -> [f32; N]) {
     let slices = slices.map(|slice| slice.as_chunks_mut::<LANES>());
@@ -357,14 +368,14 @@ pub(crate) struct Matrix {
     column: isize,
 }
 
-// SAFETY: a matrix is an address and two steps; `product`, which follows them, is unsafe, and its callers see to it that
-// nothing else touches what it writes.
+// SAFETY: a matrix is an address and two steps; `product`, which follows them, is unsafe, and its
+// callers see to it that nothing else touches what it writes.
 unsafe impl Send for Matrix {}
 // SAFETY: as above.
 unsafe impl Sync for Matrix {}
 
 impl Matrix {
-    /// A matrix of `columns` columns that lies row after row. Only the destination of a product is written.
+    /// A row-major matrix of `columns` columns. Only the destination of a product is written.
     pub(crate) fn of(values: &[f32], columns: usize) -> Self {
         Self { pointer: values.as_ptr().cast_mut(), row: columns as isize, column: 1 }
     }
@@ -394,10 +405,12 @@ impl Matrix {
 /// `out = a * b`, or `out += a * b` with `add`: `[m, k]` times `[k, n]`, by the thread that calls.
 ///
 /// # Safety
-/// The three matrices must lie within live allocations for these sizes, and nothing else may touch `out` meanwhile.
+/// The three matrices must lie within live allocations for these sizes, and nothing else may touch
+/// `out` meanwhile.
 pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     static PACKING: Once = Once::new();
-    // In columns of a tile, six: a slab of 64 is too narrow to lay the other matrix out again for it, wider ones are not.
+    // In columns of a tile, six: a slab of 64 is too narrow to lay the other matrix out again for
+    // it, wider ones are not.
     PACKING.call_once(|| gemm::set_lhs_packing_threshold_single_thread(16));
     // SAFETY: passed on to the caller.
     unsafe {
@@ -470,8 +483,9 @@ pub(crate) unsafe fn new_product(
     let matrix = Matrix::at(out.as_mut_ptr(), n as isize, 1);
     for_slabs(sizes, |rows, columns| {
         let at = matrix.from(rows.start, columns.start);
-        // SAFETY: there is room for [m, n] behind the pointer. A product that adds to nothing writes all of its slab
-        // before that is read, and no other slab has these columns; the rest is the caller's.
+        // SAFETY: there is room for [m, n] behind the pointer. A product that adds to nothing
+        // writes all of its slab before that is read, and no other slab has these columns; the rest
+        // is the caller's.
         unsafe {
             let (a, b) = (a.from(rows.start, 0), b.from(0, columns.start));
             product([rows.len(), k, columns.len()], at, a, b, false);

@@ -4,9 +4,6 @@ use burn::tensor::{Int, Tensor};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
 
-use super::Values;
-use crate::quant::{QuantizedRow, QuantizedWeight};
-
 /// 32-bit words on the host, where they are anyway.
 pub(crate) struct Words(SharedArray<i32>);
 
@@ -49,30 +46,5 @@ impl std::ops::Deref for Words {
 
     fn deref(&self) -> &[i32] {
         self.0.as_slice().expect("words row after row")
-    }
-}
-
-/// The rows of a quantized matrix.
-pub(crate) struct QuantizedRows {
-    packed: Words,
-    scales: Values,
-    words_each: usize,
-    scales_each: usize,
-}
-
-impl QuantizedRows {
-    /// Of a weight that has been checked.
-    pub(crate) fn of(weight: QuantizedWeight<NdArray>) -> Self {
-        let [d_output, words_each] = weight.packed.dims();
-        let scales_each = weight.scales.dims()[0] / d_output;
-        Self { packed: Words::of(weight.packed), scales: Values::rows(weight.scales), words_each, scales_each }
-    }
-
-    #[inline(always)]
-    pub(crate) fn row(&self, at: usize) -> QuantizedRow<'_> {
-        QuantizedRow {
-            words: &self.packed[at * self.words_each..][..self.words_each],
-            scales: &self.scales[at * self.scales_each..][..self.scales_each],
-        }
     }
 }

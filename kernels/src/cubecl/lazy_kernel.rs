@@ -1,8 +1,9 @@
-//! Launches that cost the launching thread little: where tokens are decoded, and where small models are trained, that thread
-//! is what bounds small batches.
+//! Launches with little overhead on the launching thread, which limits decoding and the training of
+//! small models.
 //!
-//! CubeCL's generated launches copy all that a device can do, write out the kernel's name, and hash all that it is
-//! compiled for number by number, each time. Here a kernel's definition is built only if it has to be compiled.
+//! CubeCL's generated launches copy all device properties, format the kernel's name, and hash all
+//! compile-time values one by one, each time. Here a kernel's definition is only built when it has
+//! to be compiled.
 
 use std::fmt::Debug;
 use std::hash::{Hash, Hasher};
@@ -10,7 +11,7 @@ use std::hash::{Hash, Hasher};
 use burn_cubecl::CubeRuntime;
 use cubecl::prelude::*;
 
-/// A kernel `K` whose definition is built from `key` only when it has to be compiled.
+/// A kernel `K` whose definition is built from `key` only for compilation.
 pub(crate) struct LazyKernel<R: CubeRuntime, W, K> {
     pub(crate) settings: KernelSettings,
     pub(crate) client: ComputeClient<R>,
@@ -18,7 +19,7 @@ pub(crate) struct LazyKernel<R: CubeRuntime, W, K> {
     pub(crate) kernel: fn(KernelSettings, ComputeClient<R>, W) -> K,
 }
 
-/// What a kernel is compiled for.
+/// Compile-time values of a kernel.
 pub(crate) trait CompileKey: Clone + Debug + Eq + Hash + Send + Sync + 'static {}
 
 impl<W: Clone + Debug + Eq + Hash + Send + Sync + 'static> CompileKey for W {}
@@ -40,7 +41,7 @@ impl<R: CubeRuntime, W: CompileKey, K: CubeKernel> CubeKernel for LazyKernel<R, 
     }
 }
 
-/// Collects what is to be hashed and hands it on in one run: CubeCL's hasher takes long for each number by itself.
+/// Buffers the hashed bytes and passes them on at once: CubeCL's hasher is slow per call.
 pub(crate) struct BufferedHasher<'a, H: Hasher> {
     to: &'a mut H,
     bytes: [u8; 512],
@@ -70,16 +71,16 @@ impl<H: Hasher> Hasher for BufferedHasher<'_, H> {
 }
 
 impl<H: Hasher> BufferedHasher<'_, H> {
-    /// Hands on what was collected.
+    /// Passes on the buffer.
     pub(crate) fn hand_on(&mut self) {
         self.to.write(&self.bytes[..self.length]);
         self.length = 0;
     }
 }
 
-/// Launches a kernel as its generated `launch_unchecked` does, and is as unsafe, but through a [`LazyKernel`]. It names the kernel's generic sizes
-/// and types, its arguments, and its parameters of compilation, each in the kernel's order; these have to stand before
-/// the parameters that define types.
+/// Launches a kernel like its generated `launch_unchecked`, and is as unsafe, but through a
+/// [`LazyKernel`]. It lists the kernel's generic sizes and types, its arguments, and its
+/// compile-time parameters, each in the kernel's order; parameters that define types come last.
 macro_rules! launch {
     (
         $module:ident::$kernel:ident, $client:expr, $cubes:expr, $units:expr,

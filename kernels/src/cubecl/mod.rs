@@ -1,6 +1,7 @@
-//! What the CubeCL kernels share: launch arguments, grids, vector widths, casts and sums.
+//! Shared parts of the CubeCL kernels: launch arguments, grids, vector widths, casts and sums.
 //!
-//! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
+//! Kernels take only arrays and scalars. A kernel with tensor arguments uploads their shapes and
+//! strides at every launch.
 
 pub(crate) mod lazy_kernel;
 pub(crate) mod reduce;
@@ -23,20 +24,20 @@ use crate::recorder;
 pub(crate) use self::lazy_kernel::launch;
 pub(crate) use self::scratch::scratch;
 
-/// The most cubes along one axis of a grid that every device takes.
+/// The largest grid size along one axis that every device supports.
 const MAX_CUBES: u32 = 65_535;
 
-/// An uninitialised tensor on the device of another, its rows without padding between them.
+/// An uninitialised tensor on the same device, with contiguous rows.
 pub(crate) fn empty<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape.into(), dtype)
 }
 
-/// The tensor with its elements one after another, copied only if they are not.
+/// The tensor in contiguous memory, copied only if need be.
 pub(crate) fn contiguous<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     burn_cubecl::kernel::into_contiguous(x)
 }
 
-/// A matrix with its columns one after another, and the distance between its rows: copied only if they are not.
+/// A matrix with contiguous columns, and its row stride: copied only if need be.
 pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
     let columns = x.meta.shape()[1];
     let x = if columns == 1 || x.meta.strides()[1] == 1 { x } else { contiguous(x) };
@@ -44,42 +45,43 @@ pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
     (x, stride)
 }
 
-/// The tensor's buffer as a kernel's argument.
+/// The tensor's buffer as a kernel argument.
 ///
 /// # Panics
-/// With the operation's name, if it has more elements than kernels count, in 32 bits, or is another thread's and threads
-/// have streams of their own, which do not wait for all that others wrote.
+/// If it has 2^32 elements or more, or belongs to another thread while threads have separate
+/// streams, which do not wait for each other. Names the operation.
 pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
     assert_reachable(x);
     let length = (x.handle.size_in_used() as usize) / x.dtype.size().max(1);
     assert_addressable(length);
-    // SAFETY: a tensor's strides reach no further than its buffer, whose length this is.
+    // SAFETY: a tensor's strides do not exceed its buffer, which has this length.
     unsafe { ArrayArg::from_raw_parts(x.handle.clone(), length) }
 }
 
-/// Panics, with the operation's name, if the tensor is another thread's and threads have streams of their own.
+/// Panics, with the operation's name, if the tensor belongs to another thread and threads have
+/// separate streams.
 pub(crate) fn assert_reachable<R: CubeRuntime>(x: &CubeTensor<R>) {
     assert!(
         one_stream() || x.handle.stream == StreamId::current(),
-        "{}: a tensor of another thread, whose stream this one does not wait for: call `devices::configure` before any \
+        "{}: the tensor belongs to another thread's stream: call `devices::configure` before any \
          device is used",
         recorder::current()
     );
 }
 
-/// Whether all threads launch into one stream, in one order.
+/// Whether all threads launch into one stream, in order.
 pub(crate) fn one_stream() -> bool {
     static ONE: OnceLock<bool> = OnceLock::new();
     *ONE.get_or_init(|| CubeClRuntimeConfig::get().streaming.max_streams == 1)
 }
 
-/// Panics, with the operation's name, unless 32 bits count as many elements.
+/// Panics, with the operation's name, unless the elements can be counted in 32 bits.
 pub(crate) fn assert_addressable(length: usize) {
     let fits = u32::try_from(length).is_ok();
-    assert!(fits, "{}: a tensor of {length} elements is too large, kernels count 2^32 of them", recorder::current());
+    assert!(fits, "{}: a tensor of {length} elements is too large, kernels index up to 2^32", recorder::current());
 }
 
-/// A tensor as a kernel's argument, if it is there.
+/// An optional tensor as a kernel argument.
 pub(crate) fn optional<R: CubeRuntime, T>(x: &Option<CubeTensor<R>>) -> ComptimeOptionArgs<Array<T>, R>
 where
     T: CubePrimitive,
@@ -88,13 +90,14 @@ where
     x.as_ref().map(array).into()
 }
 
-/// The dtype of a tensor, or of the one that stands for it where it is not there.
+/// The dtype of an optional tensor, or of its stand-in.
 pub(crate) fn dtype_of<R: CubeRuntime>(x: &Option<CubeTensor<R>>, other: &CubeTensor<R>) -> StorageType {
     x.as_ref().map_or(other.dtype, |x| x.dtype).into()
 }
 
-/// How many elements a kernel may read or write at once: the widest vector of the device, of elements as large as the
-/// largest of `tensors`, that divides each of `lengths` (widths and strides) and at which every tensor begins.
+/// How many elements a kernel may read or write at once: the widest vector of the device for the
+/// largest element of `tensors`, such that it divides each of `lengths` (widths and strides) and
+/// every tensor is aligned to it.
 pub(crate) fn vector_width<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: &[usize]) -> usize {
     let size = tensors.iter().map(|x| x.dtype.size()).max().unwrap_or(4);
     let fits = |width: usize| {
@@ -107,14 +110,14 @@ pub(crate) fn vector_width<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: 
     tensors[0].client.io_optimized_vector_sizes(size).find(|width| fits(*width)).unwrap_or(1)
 }
 
-/// An id or position held in `0..=last`: what lies outside, on either side, counts as `last`.
+/// Clamps an id or position to `0..=last`: values outside, on either side, become `last`.
 #[cube]
 pub(crate) fn clamp_index<I: Int>(id: I, last: u32) -> u32 {
     let outside = id < I::from_int(0) || id > I::cast_from(last);
     select(outside, last, u32::cast_from(id))
 }
 
-/// A grid of at least this many cubes; a kernel checks `CUBE_POS` or `ABSOLUTE_POS` against its own end.
+/// A grid of at least this many cubes; kernels check `CUBE_POS` or `ABSOLUTE_POS` themselves.
 pub(crate) fn grid(cubes: usize) -> CubeCount {
     let cubes = u32::try_from(cubes).expect("fewer than 2^32 cubes").max(1);
     if cubes <= MAX_CUBES {
@@ -124,12 +127,12 @@ pub(crate) fn grid(cubes: usize) -> CubeCount {
     CubeCount::Static(cubes.div_ceil(y), y, 1)
 }
 
-/// The tensor in another dtype, or as it is.
+/// The tensor cast to another dtype, if need be.
 pub(crate) fn cast<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     if x.dtype == dtype { x } else { burn_cubecl::kernel::cast(x, dtype) }
 }
 
-/// A matrix in `dtype`, with zeros behind its rows until there are `n_rows`.
+/// A matrix in `dtype`, padded with zero rows to `n_rows`.
 pub(crate) fn cast_padded<R: CubeRuntime>(x: CubeTensor<R>, n_rows: usize, dtype: DType) -> CubeTensor<R> {
     let [own_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     if own_rows == n_rows {
@@ -139,7 +142,8 @@ pub(crate) fn cast_padded<R: CubeRuntime>(x: CubeTensor<R>, n_rows: usize, dtype
     let out = empty(&x, [n_rows, columns], dtype);
     let vector = vector_width(&[&x, &out], &[columns]);
     let units = n_rows * columns / vector;
-    // SAFETY: each unit below `units` writes its own vector, and reads the same one where the matrix has it.
+    // SAFETY: each unit below `units` writes its own vector, and reads the same one where the
+    // matrix has it.
     unsafe {
         cast_padded_kernel::launch_unchecked(
             &x.client,
@@ -176,7 +180,7 @@ fn cast_padded_kernel<F: Float, O: Float, N: Size>(
     }
 }
 
-/// The sum of `[pieces, m, n]` over its pieces, in their order, as `[m, n]` f32.
+/// The sum of `[pieces, m, n]` over its pieces, in order, as `[m, n]` f32.
 pub(crate) fn sum_pieces<R: CubeRuntime>(mut x: CubeTensor<R>, shape: [usize; 2]) -> CubeTensor<R> {
     if x.meta.shape()[0] == 1 {
         x.meta.remove(0);

@@ -1,4 +1,4 @@
-//! Rows in CubeCL: units that work on one together, and sums over many.
+//! Row reductions in CubeCL: within a row, and over many rows.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -8,23 +8,25 @@ use cubecl::prelude::*;
 
 use crate::cubecl::{array, empty, launch, rows};
 
-/// Units that work on one row: unit `u` has the vectors `u`, `u + units`, `u + 2 * units` and so on of it.
+/// Units that share a row: unit `u` has vectors `u`, `u + units`, `u + 2 * units` and so on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RowUnits {
-    /// Units on a row, a power of two.
+    /// Units per row, a power of two.
     pub(crate) units: u32,
-    /// Rows of a cube; more than one only where a row's units exchange values without shared memory.
+    /// Rows per cube; more than one only if a row's units need no shared memory.
     pub(crate) rows: u32,
-    /// Units that exchange values without shared memory, a power of two; one where the device has no such.
+    /// Units that exchange values without shared memory, a power of two; one if the device has no
+    /// planes.
     pub(crate) plane: u32,
-    /// The most vectors of a unit.
+    /// Maximum vectors per unit.
     pub(crate) count: u32,
-    /// Whether every unit has as many.
+    /// Whether all units have that many.
     pub(crate) exact: bool,
 }
 
 impl RowUnits {
-    /// For rows of `vectors`, of which no unit should have more than `most`, with at most `units` units a row.
+    /// For rows of `vectors`, with at most `most` vectors per unit if possible, and at most `units`
+    /// units per row.
     pub(crate) fn new<R: CubeRuntime>(client: &ComputeClient<R>, vectors: usize, most: usize, units: u32) -> Self {
         let hardware = &client.properties().hardware;
         let uniform = hardware.plane_size_min == hardware.plane_size_max && hardware.plane_size_min.is_power_of_two();
@@ -48,8 +50,8 @@ impl RowUnits {
     }
 }
 
-/// The widest vector of the device, of the first tensor's elements, that divides each of `lengths` and at which every
-/// tensor begins.
+/// The widest vector of the device, for the first tensor's elements, that divides each of `lengths`
+/// and to which every tensor is aligned.
 pub(crate) fn row_vector<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: &[usize]) -> usize {
     let fits = |width: usize| {
         lengths.iter().all(|length| length.is_multiple_of(width))
@@ -62,19 +64,19 @@ pub(crate) fn row_vector<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: &[
     tensors[0].client.io_optimized_vector_sizes(size).find(|width| fits(*width)).unwrap_or(1)
 }
 
-/// Whether a vector of the row lies at `column`.
+/// Whether the row has a vector at `column`.
 #[cube]
 pub(crate) fn within(column: u32, columns: u32, #[comptime] row_units: RowUnits) -> bool {
     if row_units.exact { true.runtime() } else { column < columns }
 }
 
-/// The sum of a value over the units of a row, the same for all of them.
+/// The sum of a value over a row's units, on all of them.
 #[cube]
 pub(crate) fn row_sum(value: f32, #[comptime] row_units: RowUnits) -> f32 {
     exchanged(value, row_units, false)
 }
 
-/// The largest value of a row's units.
+/// The maximum over a row's units.
 #[cube]
 pub(crate) fn row_max(value: f32, #[comptime] row_units: RowUnits) -> f32 {
     exchanged(value, row_units, true)
@@ -89,7 +91,7 @@ fn exchanged(value: f32, #[comptime] row_units: RowUnits, #[comptime] largest: b
     }
     if comptime!(row_units.units > row_units.plane) {
         let pieces = comptime!(row_units.units / row_units.plane);
-        // In a loop this is the shared memory of the round before, which another unit may still read.
+        // In a loop, another unit may still read this shared memory from the round before.
         sync_cube();
         let mut shared = SharedMemory::<f32>::new(comptime!(pieces as usize));
         let lane = UNIT_POS_X % row_units.plane;
@@ -97,7 +99,7 @@ fn exchanged(value: f32, #[comptime] row_units: RowUnits, #[comptime] largest: b
             shared[(UNIT_POS_X / row_units.plane) as usize] = value;
         }
         sync_cube();
-        // Halves onto halves until few are left, which every unit then reads.
+        // Halve until few values are left, which every unit then reads.
         let halvings = comptime!(pieces.trailing_zeros().saturating_sub(4));
         #[unroll]
         for step in 0..halvings {
@@ -122,7 +124,7 @@ fn joined(a: f32, b: f32, #[comptime] largest: bool) -> f32 {
     if largest { max(a, b) } else { a + b }
 }
 
-/// An exclusive prefix sum over the units of a row that is alone in its cube, in some order, and the sum of all of them.
+/// An exclusive prefix sum over the units of the cube's only row, in some order, and the total.
 #[cube]
 pub(crate) fn exclusive_sum(value: u32, #[comptime] row_units: RowUnits) -> (u32, u32) {
     // As in `exchanged`.
@@ -189,18 +191,18 @@ pub(crate) fn lanes_max<N: Size>(vector: Vector<f32, N>) -> f32 {
     largest
 }
 
-/// Rows that one piece of a sum has at least.
+/// Minimum rows per piece of a sum.
 const PIECE: usize = 64;
-/// Rows that are added up in one launch.
+/// Rows that one launch sums.
 const ONE_PASS_ROWS: usize = 4096;
-/// The most pieces of a sum.
+/// Maximum pieces of a sum.
 const PIECES: usize = 256;
 
 /// The sums `[columns]`, f32, over the rows of `x` `[rows, columns]` of any float dtype.
 pub(crate) fn sum_over_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let out = empty(&x, [columns], DType::F32);
-    // A launch costs more than a few thousand rows do.
+    // A launch costs more than a few thousand rows.
     let pieces = if n_rows <= ONE_PASS_ROWS { 1 } else { (n_rows / PIECE).clamp(1, PIECES) };
     if pieces == 1 {
         add_up(x, &out, &out, 1);
@@ -212,20 +214,20 @@ pub(crate) fn sum_over_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     out
 }
 
-/// The sums over rows that consist of two parts, each into a tensor of its own; both of one dtype.
+/// The sums over rows of two parts, each into its own tensor; both of one dtype.
 pub(crate) fn sum_over_row_pairs<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &CubeTensor<R>) {
     add_up(x, first, second, 1);
 }
 
-/// Sums over each of `pieces` pieces of the rows: the first columns into `first`, as wide as that, the rest into
-/// `second`.
+/// Sums over each of `pieces` pieces of the rows: the first columns into `first`, up to its width,
+/// the rest into `second`.
 fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &CubeTensor<R>, pieces: usize) {
     let (x, stride) = rows(x);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let split = first.meta.shape()[first.meta.rank() - 1];
     let vector = row_vector(&[&x, first, second], &[columns, split, stride]);
     let columns = (columns / vector) as u32;
-    // A single piece has narrow and tall cubes, so that there are enough units.
+    // A single piece uses narrow, tall cubes, so that there are enough units.
     let hardware = &x.client.properties().hardware;
     let (most, units) = match pieces {
         1 if n_rows >= 256 && hardware.max_units_per_cube >= 1024 => (8, 1024),
@@ -233,7 +235,8 @@ fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &Cube
         _ => (32, 256),
     };
     let width = columns.next_power_of_two().min(most);
-    // SAFETY: each unit reads its column's vectors below `rows`, and writes that column's sum of its own piece.
+    // SAFETY: each unit reads its column's vectors below `rows`, and writes that column's sum of
+    // its own piece.
     unsafe {
         launch!(
             add_up_kernel::AddUpKernel,

@@ -1,5 +1,5 @@
-//! Buffers that are used again at once. A step of decoding writes the same few sizes in every layer, and to have the runtime
-//! find memory for each costs both of its threads more than the launch that writes there.
+//! Reusable scratch buffers. A decode step writes the same few sizes in every layer, and allocation
+//! in the runtime costs more than the launch that writes there.
 
 use std::any::TypeId;
 use std::cell::RefCell;
@@ -13,26 +13,27 @@ use cubecl::server::Handle;
 
 use super::{empty, one_stream};
 
-/// Buffers of a size that are kept, as long as their thread lives.
+/// Buffers kept per size, for the life of their thread.
 const KEPT: usize = 8;
-/// Bytes of the smallest buffer that is kept, and of the largest.
+/// Minimum and maximum size of kept buffers, in bytes.
 const LEAST: usize = 256;
 const MOST: usize = 4 << 20;
 
-/// A runtime, one of its devices, and bytes.
+/// Runtime, device and size.
 type Size = (TypeId, DeviceId, usize);
 
 thread_local! {
-    /// Kept per thread: a reference count cannot tell that another thread is about to take the same buffer.
+    /// Per thread: a reference count does not show that another thread is about to take the same
+    /// buffer.
     static SCRATCH: RefCell<HashMap<Size, Vec<Handle>>> = RefCell::new(HashMap::new());
 }
 
-/// An uninitialised tensor on the device of another, its rows without padding between them, in a buffer that nothing else
-/// holds any more. `can_mut` is false of it.
+/// An uninitialised tensor on the same device with contiguous rows, in a buffer that is not in use
+/// any more. Its `can_mut` is false.
 ///
-/// Launches that were queued before may still read the buffer. They come first where all launches are in one order: those of
-/// one thread, or of all threads where they share a stream. Where threads have streams of their own, another thread might
-/// read it late, and nothing is kept.
+/// Queued launches may still read the buffer. They run first if all launches are in one order:
+/// those of one thread, or of all threads on a shared stream. With a stream per thread, another
+/// thread might read it later, so nothing is kept.
 pub(crate) fn scratch<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     let shape = shape.into();
     let bytes = shape.num_elements() * dtype.size();

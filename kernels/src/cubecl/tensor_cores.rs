@@ -1,8 +1,10 @@
-//! Tiles in shared memory as the operands of NVIDIA's tensor cores: products of m16n8k16, 16-bit with sums in f32.
+//! Tiles in shared memory as operands of NVIDIA's tensor cores: 16-bit m16n8k16 products with f32
+//! accumulation.
 //!
-//! `mma` gives a lane rows `lane / 4` and `lane / 4 + 8` of every 16, and columns `lane % 4 * 2` and the next of every 8: a
-//! [`Pair`] for each of both rows and each block of 8 columns. A tile lies row after row, in vectors of sixteen bytes, an
-//! odd number of them from one row to the next, so that neighbouring rows begin at different banks.
+//! `mma` gives a lane rows `lane / 4` and `lane / 4 + 8` of every 16, and columns `lane % 4 * 2`
+//! and the next of every 8: a [`Pair`] per row and block of 8 columns. Tiles are row-major in
+//! vectors of sixteen bytes, with an odd row stride, so that neighbouring rows start in different
+//! banks.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -13,12 +15,12 @@ use cubecl::prelude::*;
 
 /// Two neighbouring columns of a row of sums.
 pub(crate) type Pair = Vector<f32, Const<2>>;
-/// Two neighbouring elements of an operand, a register of it.
+/// Two neighbouring elements of an operand, one register.
 pub(crate) type Half<F> = Vector<F, Const<2>>;
-/// Sixteen bytes, as they are read from memory.
+/// Sixteen bytes, the unit of memory reads.
 pub(crate) type Wide<F> = Vector<F, Const<8>>;
 
-/// Whether the device multiplies matrices of the tensor's dtype so, and reads them from shared memory in one go.
+/// Whether the device has such products for the tensor's dtype, and `ldmatrix`.
 pub(crate) fn has_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     let properties = x.client.properties();
     let dtype: StorageType = x.dtype.into();
@@ -31,7 +33,7 @@ pub(crate) fn has_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
         && properties.hardware.plane_size_max == 32
 }
 
-/// Reads four matrices of 8 by 8 from shared memory, each lane giving the address of one row of one of them.
+/// Reads four 8 x 8 matrices from shared memory; each lane gives the address of one row.
 #[cube]
 fn read<F: Float>(tile: &SharedMemory<Wide<F>>, at: u32, #[comptime] transposed: bool) -> Array<Half<F>> {
     let product = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
@@ -39,7 +41,7 @@ fn read<F: Float>(tile: &SharedMemory<Wide<F>>, at: u32, #[comptime] transposed:
     product.load_matrix::<Wide<F>, Const<2>>(&row, MatrixIdent::A, 4usize, transposed)
 }
 
-/// The left side of a product: 16 rows of a tile from `row` on, and the 16 columns of block `block`.
+/// The left operand: 16 rows of a tile from `row` on, columns of block `block`.
 #[cube]
 pub(crate) fn left_rows<F: Float>(
     tile: &SharedMemory<Wide<F>>,
@@ -52,8 +54,8 @@ pub(crate) fn left_rows<F: Float>(
     read::<F>(tile, (row + lane % 16) * comptime!(stride as u32) + column, false)
 }
 
-/// The left side of a product of which the rows are columns of a tile, those of block `block`, and the columns 16 rows of
-/// it from `row` on.
+/// The transposed left operand: columns of block `block` as rows, 16 rows of the tile from `row` on
+/// as columns.
 #[cube]
 pub(crate) fn left_columns<F: Float>(
     tile: &SharedMemory<Wide<F>>,
@@ -66,7 +68,7 @@ pub(crate) fn left_columns<F: Float>(
     read::<F>(tile, row * comptime!(stride as u32) + 2 * block + lane / 8 % 2, true)
 }
 
-/// The right sides of two products of which the columns are rows of a tile, 16 from `row` on: block `block` of them.
+/// The right operands of two products: 16 rows of a tile from `row` on as columns, block `block`.
 #[cube]
 pub(crate) fn right_rows<F: Float>(
     tile: &SharedMemory<Wide<F>>,
@@ -80,7 +82,7 @@ pub(crate) fn right_rows<F: Float>(
     read::<F>(tile, row * comptime!(stride as u32) + column, false)
 }
 
-/// The right sides of two products of which the rows are those of a tile, 16 from `row` on: columns of block `block`.
+/// The right operands of two products: 16 rows of a tile from `row` on, columns of block `block`.
 #[cube]
 pub(crate) fn right_columns<F: Float>(
     tile: &SharedMemory<Wide<F>>,
@@ -93,8 +95,8 @@ pub(crate) fn right_columns<F: Float>(
     read::<F>(tile, row * comptime!(stride as u32) + 2 * block + lane / 16, true)
 }
 
-/// Adds to two neighbouring blocks of sums, from pair `at` on, the products of one left side, that of a band, with two
-/// right ones.
+/// Adds the products of one left operand with two right ones to two neighbouring blocks of sums,
+/// from pair `at` on.
 #[cube]
 pub(crate) fn multiply<F: Float>(
     left: &Array<Half<F>>,
@@ -123,7 +125,7 @@ pub(crate) fn multiply<F: Float>(
     }
 }
 
-/// Sums of nothing.
+/// Zeroed sums.
 #[cube]
 pub(crate) fn zeroed(#[comptime] length: usize) -> Array<Pair> {
     let mut sums = Array::<Pair>::new(length);

@@ -1,4 +1,4 @@
-//! A matrix transposed in memory, in another dtype where asked.
+//! Matrix transposition in memory, with an optional cast.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -7,14 +7,13 @@ use cubecl::prelude::*;
 
 use super::{UNITS, array, empty, grid, rows, vector_width};
 
-/// Edge of the squares that the matrix is cut into, one for a cube.
+/// Edge of the square tiles, one per cube.
 const EDGE: u32 = 64;
-/// Elements from one row of the square to the next where a cube holds it: one more, so that neither rows nor columns of it
-/// lie in one bank.
+/// Row stride of a tile in shared memory: one more, to avoid bank conflicts of rows and columns.
 const PITCH: u32 = EDGE + 1;
 
-/// The transpose of each of as many `pieces` of `x` `[rows, columns]`, cut along its rows: `[pieces, columns, rows /
-/// pieces]` of `dtype`, its elements one after another.
+/// The transpose of each of `pieces` pieces of `x` `[rows, columns]`, split along its rows:
+/// contiguous `[pieces, columns, rows / pieces]` of `dtype`.
 pub(crate) fn transpose<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize) -> CubeTensor<R> {
     let (x, stride) = rows(x);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -23,7 +22,8 @@ pub(crate) fn transpose<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: 
     let edge = EDGE as usize;
     let (read, written) = (vector_width(&[&x], &[columns, stride, edge]), vector_width(&[&out], &[piece, edge]));
     let across = columns.div_ceil(edge);
-    // SAFETY: each cube writes its own square of `out`, and reads the same one of `x`, both within their edges.
+    // SAFETY: each cube writes its own square of `out`, and reads the same one of `x`, both within
+    // their edges.
     unsafe {
         transpose_kernel::launch_unchecked(
             &x.client,

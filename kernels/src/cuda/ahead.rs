@@ -1,13 +1,14 @@
-//! Kernels compiled ahead of their first launches, by all cores at once. CubeCL compiles each as it is launched: GPT-2's first training step waited
-//! for most of 20 seconds.
+//! Compiles kernels on all cores ahead of their first launches. CubeCL compiles each at its launch,
+//! which took most of the 20 seconds of GPT-2's first training step.
 //!
 //! ```text
-//! this thread      the step without its launches of kernels in CUDA C++          the step
-//!                     | sources                                                     ^ what CubeCL compiles now, the driver has in its cache
+//! this thread      the step without launches of CUDA C++ kernels                  the step
+//!                     | sources                                                     ^ what CubeCL compiles now is in the driver's cache
 //! other threads       `-> NVRTC, and the driver's assembler ------------------------'
 //! ```
 //!
-//! NVRTC from CUDA 12.9 on and the driver keep what they compile in the driver's cache, by its source. Where that cannot be written, sources are compiled twice.
+//! From CUDA 12.9 on, NVRTC and the driver cache compiled code by source. If that cache cannot be
+//! written, sources are compiled twice.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -29,15 +30,15 @@ use crate::rehearsal;
 use super::{Arch, CudaKernel, Task, in_context_of};
 
 thread_local! {
-    /// What rehearses on this thread.
+    /// The rehearsal of this thread.
     static REHEARSAL: RefCell<Option<Rehearsal>> = const { RefCell::new(None) };
 }
 
-/// Where kernels go in place of being launched.
+/// Receives kernels instead of launching them.
 struct Rehearsal {
     sources: Sender<String>,
     seen: HashSet<StableHash>,
-    /// What CubeCL has kept of earlier runs, where it keeps any.
+    /// Kernels that CubeCL cached in earlier runs, if it caches any.
     kept: Option<Cache<StableHash, String>>,
 }
 
@@ -45,7 +46,7 @@ impl Rehearsal {
     fn new(sources: Sender<String>) -> Self {
         let config = CubeClRuntimeConfig::get();
         let root = config.compilation.cache.as_ref().map(|cache| cache.root());
-        // As CubeCL lays it out.
+        // CubeCL's layout.
         let kept = root.map(|root| Cache::new("ptx/toc", CacheOption::default().name("cuda").root(root)));
         Self { sources, seen: HashSet::new(), kept }
     }
@@ -56,24 +57,25 @@ impl Rehearsal {
         let hash = id.stable_hash();
         let kept = self.kept.as_ref().is_some_and(|kept| kept.get(&hash).is_some());
         if self.seen.insert(hash) && !kept {
-            // Somebody compiles as long as this rehearses.
+            // Threads compile while this rehearsal lasts.
             let _ = self.sources.send(super::source(kernel));
         }
     }
 }
 
-/// Has a kernel compiled, while this thread rehearses.
+/// Queues a kernel for compilation during a rehearsal.
 pub(super) fn send<K: CudaKernel>(kernel: &K) {
     REHEARSAL.with_borrow_mut(|rehearsal| rehearsal.as_mut().map(|rehearsal| rehearsal.compile(kernel)));
 }
 
-/// Calls `work` without its launches of kernels in CUDA C++, and compiles these for the device of this index.
+/// Calls `work` without launches of CUDA C++ kernels, and compiles these for the device of this
+/// index.
 pub(super) fn compile_ahead(index: usize, arch: Arch, work: impl FnOnce()) {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     if threads == 1 || rehearsal::is_on() || install::cuda_path().is_none() || !is_kept() {
         return;
     }
-    /// The rehearsal is over, however it ends.
+    /// Ends the rehearsal, however it ends.
     struct Over;
     impl Drop for Over {
         fn drop(&mut self) {
@@ -85,7 +87,7 @@ pub(super) fn compile_ahead(index: usize, arch: Arch, work: impl FnOnce()) {
     thread::scope(|scope| {
         let compiles = || {
             while let Some(source) = next(&receiver) {
-                // What does not compile is told of where it is launched.
+                // Compile errors are reported at the launch.
                 let _ = compile(index, arch, &source);
             }
         };
@@ -100,7 +102,7 @@ pub(super) fn compile_ahead(index: usize, arch: Arch, work: impl FnOnce()) {
     });
 }
 
-/// Whether NVRTC and the driver keep what they compile.
+/// Whether NVRTC and the driver cache what they compile.
 fn is_kept() -> bool {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: NVRTC writes two numbers.
@@ -109,7 +111,7 @@ fn is_kept() -> bool {
     known && (major, minor) >= (12, 9) && !disabled
 }
 
-/// The next source, or none if there will be no more.
+/// The next source, or none after the last.
 fn next(sources: &Mutex<Receiver<String>>) -> Option<String> {
     sources.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
 }
@@ -125,7 +127,8 @@ fn compile(index: usize, arch: Arch, source: &str) -> Option<()> {
     }
     let ptx = ptx(&source, &options)?;
     in_context_of(index, || {
-        // SAFETY: the image is PTX with a 0 at its end, as NVRTC wrote it; the context is this thread's; nothing of the module is used.
+        // SAFETY: the image is PTX with a 0 at its end, as NVRTC wrote it; the context is this
+        // thread's; nothing of the module is used.
         unsafe {
             let loaded = module::load_data(ptx.as_ptr().cast()).ok()?;
             module::unload(loaded).ok()

@@ -1,7 +1,7 @@
-//! Families of NVIDIA's GPUs, by what kernels in CUDA C++ are written for.
+//! NVIDIA GPU families with their own CUDA C++ kernels.
 //!
-//! A family's kernels are in `ops/<op>/cuda/<name>/`. A device takes those of its own family, and the portable ones
-//! where there is none.
+//! A family's kernels are in `ops/<op>/cuda/<name>/`. A device uses those of its own family, or
+//! else the portable ones.
 
 use std::sync::{Once, OnceLock};
 
@@ -10,11 +10,12 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
-/// Makes a newer device take the kernels of an older family, cut for as many multiprocessors: to try these where there is no
-/// such device. What else the device has, such as TMA for CubeCL's kernels, stays in use.
+/// Makes a newer device use the kernels of an older family, and as many multiprocessors: to test
+/// them without such a device. Other features of the device, such as TMA in CubeCL's kernels, stay
+/// in use.
 pub(crate) const VARIABLE: &str = "FIRECLAY_CUDA_ARCH";
 
-/// A family of devices.
+/// A GPU family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Arch {
     /// Compute capability 8.0: A100.
@@ -34,7 +35,7 @@ impl Arch {
         }
     }
 
-    /// What NVRTC and ptxas compile for: with a family's own instructions, where it has such.
+    /// Target of NVRTC and ptxas, with the family's specific instructions if any.
     pub(crate) const fn target(self) -> &'static str {
         match self {
             Self::Sm80 => "sm_80",
@@ -42,7 +43,7 @@ impl Arch {
         }
     }
 
-    /// Bytes of shared memory that a block may have.
+    /// Maximum shared memory of a block, in bytes.
     pub(crate) const fn shared_bytes(self) -> usize {
         match self {
             Self::Sm80 => 163 << 10,
@@ -50,7 +51,7 @@ impl Arch {
         }
     }
 
-    /// Multiprocessors of the largest device that is sold.
+    /// Multiprocessors of its largest product.
     pub(crate) const fn multiprocessors(self) -> u32 {
         match self {
             Self::Sm80 => 108,
@@ -58,7 +59,7 @@ impl Arch {
         }
     }
 
-    /// Whether any kernel is written for it.
+    /// Whether it has any kernels.
     pub(crate) fn has_kernels(self) -> bool {
         self == Self::Sm90
     }
@@ -75,10 +76,10 @@ impl Arch {
     }
 }
 
-/// The family that [`VARIABLE`] asks for.
+/// The family named by [`VARIABLE`].
 ///
 /// # Errors
-/// If it names none.
+/// If it is unknown.
 pub(crate) fn asked() -> Result<Option<Arch>, String> {
     let Some(name) = std::env::var_os(VARIABLE) else { return Ok(None) };
     let known = ALL.into_iter().find(|arch| name.to_str() == Some(arch.name()));
@@ -88,10 +89,10 @@ pub(crate) fn asked() -> Result<Option<Arch>, String> {
     })
 }
 
-/// The name of the family that [`VARIABLE`] asks for on a device of this compute capability.
+/// The name of the family that [`VARIABLE`] sets on a device of this compute capability.
 ///
 /// # Errors
-/// If it names none, or a newer one than the device's own.
+/// If it is unknown or newer than the device.
 pub(crate) fn asked_of((major, minor): (i32, i32)) -> Result<Option<&'static str>, String> {
     match asked()? {
         Some(arch) if arch.capability() > (major, minor) => Err(format!(
@@ -102,30 +103,31 @@ pub(crate) fn asked_of((major, minor): (i32, i32)) -> Result<Option<&'static str
     }
 }
 
-/// The family that is asked for, once it is known to be one: [`asked_of`] refuses others before there is a device.
+/// The requested family, once it is known to be valid: [`asked_of`] refuses others before a device
+/// is created.
 fn asked_for() -> Option<Arch> {
     static ASKED: OnceLock<Option<Arch>> = OnceLock::new();
     *ASKED.get_or_init(|| asked().unwrap_or_default())
 }
 
-/// The family whose kernels, and as many multiprocessors, are asked for on the CUDA device of `x`.
+/// The requested family and its multiprocessors, for the CUDA device of `x`.
 pub(crate) fn in_place_of_own<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<Arch> {
     let device: &dyn std::any::Any = &x.device;
     asked_for().filter(|_| device.is::<CudaDevice>())
 }
 
-/// The family whose kernels the device of this index takes.
+/// The family whose kernels the device of this index uses.
 pub(super) fn of_device(index: usize) -> Option<Arch> {
     static CAPABILITIES: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
     let capabilities = CAPABILITIES.get_or_init(|| {
-        // Whoever was first has done so already.
+        // Already set.
         let _ = driver::init();
         let count = driver::device::get_count().unwrap_or(0);
         (0..count).map(|index| capability(index).unwrap_or((0, 0))).collect()
     });
     let capability = capabilities.get(index).copied().unwrap_or((0, 0));
     let own = Arch::of_capability(capability);
-    // A device takes no newer family's kernels, whatever is asked for.
+    // A device never uses a newer family's kernels.
     let taken = asked_for().filter(|asked| asked.capability() <= capability).or(own);
     if !taken.is_some_and(Arch::has_kernels) {
         static TOLD: Once = Once::new();
@@ -141,7 +143,7 @@ pub(super) fn of_device(index: usize) -> Option<Arch> {
     taken
 }
 
-/// Whether the device of `x` takes the kernels of `arch`.
+/// Whether the device of `x` uses the kernels of `arch`.
 pub(crate) fn takes<R: CubeRuntime>(x: &CubeTensor<R>, arch: Arch) -> bool {
     let device: &dyn std::any::Any = &x.device;
     device.downcast_ref::<CudaDevice>().is_some_and(|device| of_device(device.index) == Some(arch))

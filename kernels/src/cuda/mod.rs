@@ -1,7 +1,8 @@
-//! Kernels in CUDA C++: compiled by NVRTC for the device at hand, and launched by CubeCL on its own stream, between its own.
+//! CUDA C++ kernels: compiled by NVRTC for the current device, and launched on CubeCL's stream in
+//! order with its kernels.
 //!
-//! A kernel's source is with its operation, in a folder of the [family](Arch) of devices that it is for; [`HOPPER`] has what
-//! those for Hopper share.
+//! A kernel's source is with its operation, in a folder of its [family](Arch); [`HOPPER`] is shared
+//! by those for Hopper.
 
 mod ahead;
 pub(crate) mod arch;
@@ -32,35 +33,35 @@ pub(crate) use self::arch::{Arch, takes};
 use crate::cubecl::assert_reachable;
 use crate::rehearsal;
 
-/// What kernels for Hopper share: mbarriers, TMA, wgmma.
+/// Shared source of Hopper kernels: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = include_str!("include/hopper.cuh");
-/// Bytes of shared memory that a block may have there.
+/// Maximum shared memory of a block there, in bytes.
 pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.shared_bytes();
 
 type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
 
-/// Which kernels of a kind run on which devices, as far as they were tried.
+/// Which variants of a kernel run on which devices, once tried.
 pub(crate) type Tried<K> = Mutex<Option<HashMap<(DeviceId, K), bool>>>;
 
-/// A kernel in CUDA C++, with all that it is compiled for: equal values are one kernel.
+/// A CUDA C++ kernel with all compile-time values: equal values are one kernel.
 pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
-    /// Threads of a block.
+    /// Threads per block.
     fn threads(&self) -> u32;
 
     /// Its entry point.
     fn entry(&self) -> &'static str;
 
-    /// All of its source.
+    /// Its complete source.
     fn source(&self) -> String;
 
-    /// Bytes of shared memory, which the source sees as one `extern __shared__` array.
+    /// Bytes of dynamic shared memory, one `extern __shared__` array in the source.
     fn shared_bytes(&self) -> usize;
 
-    /// Which of its kind were tried.
+    /// The results of trials of its kind.
     fn tried() -> &'static Tried<Self>;
 }
 
-/// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
+/// The name with compile-time values, `gemm_hopper-half-bf16-columns-128-..`, and the source.
 pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     let debug = format!("{kernel:?}");
     let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
@@ -68,18 +69,18 @@ pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     (name, source(&kernel))
 }
 
-/// What a source is compiled with, as its first lines.
+/// The macros that a source is compiled with.
 pub(crate) fn defines<const N: usize>(values: [(&str, usize); N]) -> String {
     values.map(|(name, value)| format!("#define {name} {value}\n")).concat()
 }
 
-/// The kernel's source as it is compiled.
+/// The source with its macros.
 fn source(kernel: &impl CudaKernel) -> String {
     let racecheck = if for_racecheck() { "#define RACECHECK\n" } else { "" };
     racecheck.to_string() + &kernel.source()
 }
 
-/// A kernel as CubeCL compiles it.
+/// A kernel in CubeCL's form.
 struct Task<K>(K);
 
 impl<K: CudaKernel> KernelMetadata for Task<K> {
@@ -113,7 +114,7 @@ impl<K: CudaKernel> CubeTask<CudaCompiler> for Task<K> {
             body: Scope::root(false),
             options: Default::default(),
         };
-        // Of what CubeCL compiles, the launch reads only how much shared memory there is.
+        // The launch only reads the size of shared memory from this.
         let mut repr = compiler.compile(nothing, options, mode, address_type)?;
         repr.body.shared_memories.push(SharedMemory::Array {
             index: 0,
@@ -133,8 +134,8 @@ impl<K: CudaKernel> CubeTask<CudaCompiler> for Task<K> {
     }
 }
 
-/// What a kernel is launched with. Its parameters come in this order: the maps, the pointer behind each map, the pointers,
-/// and the words as one struct of `u64`.
+/// Launch arguments. The kernel's parameters are in this order: tensor maps, the pointer of each
+/// map, other pointers, and all words as one struct of `u64`.
 #[derive(Default)]
 pub(crate) struct Arguments {
     maps: Vec<TensorMapBinding>,
@@ -143,15 +144,17 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// A matrix that is read or written by TMA in boxes of `[outer, inner]` elements, with the 128-byte swizzle: `inner`, of
-    /// 128 bytes, runs along `axis`, whose stride is one; the other stride is a multiple of 16 bytes.
+    /// A matrix accessed by TMA in boxes of `[outer, inner]` elements, with the 128-byte swizzle:
+    /// `inner`, 128 bytes, runs along `axis`, whose stride is one; the other stride is a multiple
+    /// of 16 bytes.
     pub(crate) fn map<R: CubeRuntime>(self, x: &CubeTensor<R>, axis: usize, outer: usize) -> Self {
         let (shape, strides) = (x.meta.shape(), x.meta.strides());
         self.map_boxes(x, 0, [shape[1 - axis], shape[axis]], [strides[1 - axis], 1], [outer, 128 / x.dtype.size()])
     }
 
-    /// Elements from the one at `first` on, of a tensor of these sizes and strides, that are read or written by TMA in such
-    /// boxes. The last stride is one, the others are multiples of 16 bytes. Rows of 128 bytes are swizzled in shared memory, those of other
+    /// A tensor of these sizes and strides from element `first` on, accessed by TMA in such boxes.
+    /// The last stride is one, the others are multiples of 16 bytes. Rows of 128 bytes are swizzled
+    /// in shared memory, others are not. f32 is rounded to TF32 when read.
     /// lengths are not. f32 is rounded to TF32 where it is read.
     pub(crate) fn map_boxes<R: CubeRuntime, const D: usize>(
         mut self,
@@ -188,7 +191,7 @@ impl Arguments {
         self
     }
 
-    /// Numbers, one after another.
+    /// Numbers, in order.
     pub(crate) fn words(self, words: impl IntoIterator<Item = u32>) -> Self {
         words.into_iter().fold(self, |arguments, word| arguments.word(word as usize))
     }
@@ -200,9 +203,9 @@ impl Arguments {
     }
 }
 
-/// `count` marks or more on the device of another, `u32` that are 0: for kernels that leave them so.
+/// At least `count` zeroed `u32` flags on the same device, for kernels that leave them zeroed.
 ///
-/// Kept per thread, as one stream of launches has them in turn.
+/// Kept per thread, whose launches are in one stream.
 pub(crate) fn marks<R: CubeRuntime>(like: &CubeTensor<R>, count: usize) -> CubeTensor<R> {
     thread_local! {
         static KEPT: RefCell<HashMap<DeviceId, (usize, Handle)>> = RefCell::new(HashMap::new());
@@ -218,17 +221,19 @@ pub(crate) fn marks<R: CubeRuntime>(like: &CubeTensor<R>, count: usize) -> CubeT
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), [count].into(), handle, DType::U32)
 }
 
-/// Whether kernels are compiled for compute-sanitizer's racecheck, by `FIRECLAY_RACECHECK=1`. At an mbarrier it takes each thread's own arrival for what orders its
-/// accesses, and not one lane's behind `__syncwarp`; and it ends with an error of its own where blocks read each other's shared memory.
+/// Whether kernels are compiled for compute-sanitizer's racecheck (`FIRECLAY_RACECHECK=1`). At an
+/// mbarrier it only tracks each thread's own arrival, not one lane's after `__syncwarp`; and it
+/// fails where blocks read each other's shared memory.
 pub(crate) fn for_racecheck() -> bool {
     static ASKED: LazyLock<bool> = LazyLock::new(|| std::env::var_os("FIRECLAY_RACECHECK").is_some_and(|it| it == "1"));
     *ASKED
 }
 
-/// What `work` gives while the primary context of the device of `x`, which is CubeCL's, is this thread's: parts of the driver ask for one.
+/// Runs `work` with CubeCL's primary context of the device of `x` current on this thread, as some
+/// driver calls require.
 ///
 /// # Errors
-/// If the driver does not let it be that.
+/// If the driver refuses.
 pub(crate) fn in_context<R: CubeRuntime, T>(
     x: &CubeTensor<R>,
     work: impl FnOnce() -> T,
@@ -247,7 +252,8 @@ pub(crate) fn in_context<R: CubeRuntime, T>(
 pub(crate) fn in_context_of<T>(index: usize, work: impl FnOnce() -> T) -> Result<T, cudarc::driver::DriverError> {
     let device = driver::device::get(index as i32)?;
     let before = driver::ctx::get_current()?.unwrap_or(std::ptr::null_mut());
-    // SAFETY: the device was just given out by the driver, and its context is kept until `Retained` is dropped.
+    // SAFETY: the device was just given out by the driver, and its context is kept until `Retained`
+    // is dropped.
     let context = unsafe { driver::primary_ctx::retain(device) }?;
     let _retained = Retained { device, before };
     // SAFETY: as above.
@@ -255,7 +261,7 @@ pub(crate) fn in_context_of<T>(index: usize, work: impl FnOnce() -> T) -> Result
     Ok(work())
 }
 
-/// A device's primary context, kept until this is dropped; then the one before is the thread's again.
+/// A retained primary context; dropping it restores the previous one.
 struct Retained {
     device: cudarc::driver::sys::CUdevice,
     before: cudarc::driver::sys::CUcontext,
@@ -263,7 +269,8 @@ struct Retained {
 
 impl Drop for Retained {
     fn drop(&mut self) {
-        // SAFETY: the context before is somebody else's to keep, as it was; the device's was retained once for this.
+        // SAFETY: the context before is somebody else's to keep, as it was; the device's was
+        // retained once for this.
         unsafe {
             let _ = driver::ctx::set_current(self.before);
             let _ = driver::primary_ctx::release(self.device);
@@ -271,12 +278,12 @@ impl Drop for Retained {
     }
 }
 
-/// A tensor map that kernels read from memory: of a bf16 matrix `[rows, columns]` at an address, without gaps, seen as groups of 64
-/// columns, `[columns / 64, rows, 64]`, and read in boxes of `[groups, rows, 64]` with the 128-byte swizzle. It is made [in the device's
-/// context](in_context).
+/// A tensor map for kernels: a contiguous bf16 matrix `[rows, columns]` at an address, as groups of
+/// 64 columns, `[columns / 64, rows, 64]`, accessed in boxes of `[groups, rows, 64]` with the
+/// 128-byte swizzle. It is created [in the device's context](in_context).
 ///
 /// # Errors
-/// If the driver takes no such matrix.
+/// If the driver refuses.
 pub(crate) fn grouped_map(
     address: u64,
     [rows, columns]: [usize; 2],
@@ -286,18 +293,19 @@ pub(crate) fn grouped_map(
     tensor_map(address, [64, rows as u64, columns as u64 / 64], &strides, [64, box_rows as u32, groups as u32])
 }
 
-/// The same of a matrix whose rows are blocks of 16, `[rows / 16, columns / 64, 16, 64]`, read in boxes of so many whole blocks, which lie in shared memory one
-/// behind the other.
+/// The same for a matrix with rows in blocks of 16, `[rows / 16, columns / 64, 16, 64]`, accessed
+/// in boxes of whole blocks, which are consecutive in shared memory.
 ///
 /// # Errors
-/// If the driver takes no such matrix.
+/// If the driver refuses.
 pub(crate) fn blocks_map(address: u64, [rows, columns]: [usize; 2], blocks: usize) -> Result<[u64; 16], String> {
     let row = columns as u64 * 2;
     let [groups, all] = [columns as u64 / 64, rows as u64 / 16];
     tensor_map(address, [64, 16, groups, all], &[row, 128, 16 * row], [64, 16, groups as u32, blocks as u32])
 }
 
-/// A map of bf16 numbers with the 128-byte swizzle: sizes, distances in bytes (the first of all is two) and sizes of a box, the innermost dimension first.
+/// A tensor map of bf16 with the 128-byte swizzle: sizes, strides in bytes (the first is two) and
+/// box sizes, innermost dimension first.
 fn tensor_map<const N: usize>(
     address: u64,
     shape: [u64; N],
@@ -307,8 +315,8 @@ fn tensor_map<const N: usize>(
     use cudarc::driver::sys::*;
     assert!(strides.len() + 1 == N, "a distance for each dimension but the first");
     let mut map = CUtensorMap { opaque: [0; 16] };
-    // SAFETY: the driver reads N sizes, one stride less and twice N more numbers, and writes one map. It does not read what is at
-    // the address.
+    // SAFETY: the driver reads N sizes, one stride less and twice N more numbers, and writes one
+    // map. It does not read what is at the address.
     let result = unsafe {
         cuTensorMapEncodeTiled(
             &mut map,
@@ -328,10 +336,10 @@ fn tensor_map<const N: usize>(
     if result == CUresult::CUDA_SUCCESS { Ok(map.opaque) } else { Err(format!("{result:?}")) }
 }
 
-/// Launches `blocks` blocks of a kernel on the device of `x`, which is CUDA's.
+/// Launches `blocks` blocks of a kernel on the CUDA device of `x`.
 ///
 /// # Safety
-/// The kernel must read and write within its arguments.
+/// The kernel must access memory only within its arguments.
 pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
     x: &CubeTensor<R>,
     kernel: K,
@@ -357,7 +365,8 @@ pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
     client.launch(Box::new(Task(kernel)), CubeCount::Static(blocks, 1, 1), arguments);
 }
 
-/// [`compile_ahead`](crate::compile_ahead()) for a device, which does nothing where no kernel in CUDA C++ is for it.
+/// [`compile_ahead`](crate::compile_ahead()) for a device; does nothing if it has no CUDA C++
+/// kernels.
 pub(crate) fn compile_ahead(device: &dyn Any, work: impl FnOnce()) {
     if let Some(device) = device.downcast_ref::<CudaDevice>()
         && let Some(arch) = arch::of_device(device.index).filter(|arch| arch.has_kernels())
@@ -366,14 +375,15 @@ pub(crate) fn compile_ahead(device: &dyn Any, work: impl FnOnce()) {
     }
 }
 
-/// Whether a kernel ran on the device of `x`, if it was tried.
+/// Whether a kernel runs on the device of `x`, if it was tried.
 fn tried<R: CubeRuntime, K: CudaKernel>(x: &CubeTensor<R>, kernel: &K) -> Option<bool> {
     let tried = K::tried().lock().unwrap_or_else(PoisonError::into_inner);
     tried.as_ref()?.get(&(x.device.to_id(), kernel.clone())).copied()
 }
 
-/// Whether a kernel compiles and runs on the device of `x`; in a rehearsal, whether it is not known not to. It is tried once, by `probe`, which launches it. If it fails, a
-/// warning says why, and what runs `instead`.
+/// Whether a kernel compiles and runs on the device of `x`; in a rehearsal, whether it is not known
+/// to fail. `probe` launches it once, at the first call. If it fails, a warning gives the reason,
+/// and what runs `instead`.
 ///
 /// # Panics
 /// If the device failed before.
@@ -386,7 +396,7 @@ pub(crate) fn works<R: CubeRuntime, K: CudaKernel>(
     works_without(x, kernel, instead, probe, || None)
 }
 
-/// [`works`], if there is no `fault` once the kernel ran, either.
+/// [`works`], with a check for a `fault` after the kernel ran.
 ///
 /// # Panics
 /// As [`works`] does.
@@ -404,7 +414,7 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
     let key = (x.device.to_id(), kernel.clone());
     *tried.get_or_insert_default().entry(key).or_insert_with(|| {
         let wait = || cubecl::future::block_on(x.client.sync());
-        // What went wrong before is not this kernel's, and would be lost.
+        // An earlier error is not this kernel's, and must not be lost.
         if let Err(error) = wait() {
             panic!("the device failed before {kernel:?} was tried: {error}");
         }
@@ -416,7 +426,7 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
                 None => return true,
             },
         };
-        // NVRTC's message, if there is one, and not the source behind it.
+        // NVRTC's message, without the source after it.
         let reason = error.lines().find(|line| line.contains("error:")).or_else(|| error.lines().next());
         let mut driver = 0;
         // SAFETY: the driver writes one number.
@@ -428,7 +438,7 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
     })
 }
 
-/// The name that a kernel's source gives to a 16-bit dtype.
+/// The name of a 16-bit dtype in kernel sources.
 pub(crate) fn half_name(dtype: StorageType) -> Option<&'static str> {
     match dtype.elem_type() {
         ElemType::Float(FloatKind::BF16) => Some("bf16"),

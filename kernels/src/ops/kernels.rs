@@ -1,24 +1,26 @@
-//! The kernels in CUDA C++ of all operations, by the family of devices that they are for.
+//! The CUDA C++ kernels of all operations, by device family.
 
 use super::{attention, decode_step, head_loss, head_sample, linear, norm};
 use crate::cuda::Arch;
 
-/// A kernel in CUDA C++, with all that it is compiled for.
+/// A CUDA C++ kernel with all compile-time values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaSource {
-    /// What tells it from the others of its target.
+    /// Its name, unique per target.
     pub name: String,
-    /// What it is compiled for, as NVIDIA's compilers call it: `sm_90a`.
+    /// Its target in NVIDIA's compilers: `sm_90a`.
     pub target: &'static str,
-    /// All of its source.
+    /// Its complete source.
     pub source: String,
 }
 
-/// The kernels in CUDA C++ in bf16: for tools that look at what compilers make of them. None of them may spill registers.
+/// The CUDA C++ kernels in bf16, for tools that inspect compiled code. None of them may spill
+/// registers.
 ///
-/// Of attention with dropout two masks are among them; under the other two its backward pass spills up to 8 bytes in a warp
-/// that only reads. Whole decode steps of few rows are among them only for models of any shape, and one row, and not with both
-/// weights and a cache of INT8: others spill some 20 bytes a thread, and more with eight rows.
+/// For attention with dropout they include two masks; under the other two, its backward pass spills
+/// up to 8 bytes in a warp that only loads. Of fused decode steps for few rows they include only
+/// those for any shape with one row, and not with both weights and cache in INT8: others spill some
+/// 20 bytes per thread, and more with eight rows.
 pub fn cuda_sources() -> Vec<CudaSource> {
     let table = [
         (Arch::Sm90, linear::hopper_sources().collect::<Vec<_>>()),

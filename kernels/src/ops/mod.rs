@@ -1,6 +1,6 @@
-//! The operations, a folder each: `mod.rs` has the public function with all checks, the operands and the trait,
-//! `reference.rs` the body of small operations, `autodiff.rs` its nodes in the graph, `cpu.rs` and `cubecl.rs` the bodies of
-//! these backends.
+//! The operations, one folder each: `mod.rs` has the public function with all checks, the operands
+//! and the trait; `reference.rs` the implementation from basic operations; `autodiff.rs` its graph
+//! nodes; `cpu.rs` and `cubecl.rs` the implementations of these backends.
 
 pub(crate) mod activation;
 pub(crate) mod attention;

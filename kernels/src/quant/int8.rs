@@ -10,9 +10,7 @@ use burn::tensor::{DType, ElementConversion, Int, Tensor};
 #[cfg(feature = "cubecl")]
 use cubecl::prelude::*;
 
-#[cfg(feature = "ndarray")]
-use super::QuantizedRow;
-use super::{QuantizedWeight, Reader, RowFormat, RowLayout};
+use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// Weights in a word.
 pub(crate) const PACKED: usize = 4;
@@ -23,6 +21,7 @@ pub(crate) struct Int8;
 impl RowFormat for Int8 {
     const NAME: &'static str = "INT8";
     const READERS: &'static [Reader] = &[Reader::Skinny, Reader::Rows, Reader::DecodeStep];
+    const QUANTIZE: Option<Quantize> = Some(|row, words, scales| scales[0] = quantize_row(row, words));
 
     fn layout(d_input: usize) -> Option<RowLayout> {
         (d_input > 0 && d_input.is_multiple_of(PACKED)).then_some(RowLayout { words: d_input / PACKED, scales: 1 })
@@ -33,33 +32,30 @@ impl RowFormat for Int8 {
     }
 
     #[inline(always)]
-    fn quantize(row: &[f32], words: &mut [i32], scales: &mut [f32]) {
-        scales[0] = quantize_row(row, words);
-    }
-
-    #[cfg(feature = "ndarray")]
-    #[inline(always)]
     fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]) {
         dequantize_row(row.words, row.scales[0], out);
     }
 
     #[cfg(feature = "ndarray")]
     #[inline(always)]
-    fn dot(x: &[f32], row: QuantizedRow<'_>) -> f32 {
-        dot_bytes(x, row.words) * row.scales[0]
+    fn dots(x: &[f32], row: QuantizedRow<'_>, out: &mut [f32]) -> bool {
+        for (x, out) in x.chunks_exact(row.words.len() * PACKED).zip(out) {
+            *out = dot_bytes(x, row.words) * row.scales[0];
+        }
+        true
     }
 
-    fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2> {
-        let [d_output, words] = weight.packed.dims();
+    fn reference<B: Backend>(packed: &Tensor<B, 2, Int>, scales: Option<&Tensor<B, 1>>) -> Option<Tensor<B, 2>> {
+        let [d_output, words] = packed.dims();
         let byte = |at: usize| {
-            let shifted = weight.packed.clone().bitwise_right_shift_scalar((8 * at as i32).elem());
+            let shifted = packed.clone().bitwise_right_shift_scalar((8 * at as i32).elem());
             let byte: Tensor<B, 2, Int> = shifted.bitwise_and_scalar(0xff.elem());
             // Bytes from 128 on are negative.
             let negative = byte.clone().greater_elem(127).int().cast(byte.dtype()).mul_scalar(256);
             (byte - negative).reshape([d_output, words, 1])
         };
         let bytes = Tensor::cat((0..PACKED).map(byte).collect(), 2).reshape([d_output, words * PACKED]);
-        bytes.float().cast(DType::F32) * weight.scales.clone().reshape([d_output, 1])
+        Some(bytes.float().cast(DType::F32) * scales?.clone().reshape([d_output, 1]))
     }
 }
 
@@ -83,7 +79,8 @@ fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Stores the nearest bytes to a row in `words`, and gives their scale: NaN where the row has a NaN.
+/// Stores the nearest bytes to a row in `words`, and gives their scale: NaN where the row has a
+/// NaN.
 #[inline(always)]
 pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
     let (largest, sum) =
@@ -101,7 +98,6 @@ pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
 }
 
 /// A row's bytes times its scale.
-#[cfg(feature = "ndarray")]
 #[inline(always)]
 pub(crate) fn dequantize_row(words: &[i32], scale: f32, out: &mut [f32]) {
     for (word, out) in words.iter().zip(out.chunks_exact_mut(PACKED)) {

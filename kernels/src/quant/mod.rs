@@ -1,6 +1,6 @@
-//! Weight formats: how a matrix is stored where it is not stored as floats.
+//! Weight formats: how a matrix is stored where it is not stored as floats of a tensor.
 //!
-//! A quantized matrix is words of 32 bits and scales:
+//! A quantized matrix is words of 32 bits, and scales where its format keeps them apart:
 //!
 //! ```text
 //! packed  [d_output, words of a row]
@@ -8,18 +8,27 @@
 //! ```
 //!
 //! A format is a file in this folder, and a line in [`Format`], [`Format::ALL`] and
-//! [`with_format`]. Each file says how a row is stored, quantizes and dequantizes it, multiplies it
-//! on the CPU, and names the device kernels that read it as it is stored. Operations without such a
-//! kernel dequantize the matrix first. [`blocks`] has the formats of GGUF files, which are
-//! dequantized while they are read.
+//! [`with_format`]. Each file says how a row is stored and dequantized, how one is quantized where
+//! the program does that, and names the device kernels that read it as it is stored. [`blocks`] has
+//! the formats of GGUF files, [`halves`] floats of 16 bits. Operations without a kernel for a format
+//! dequantize rows of one matrix at a time; none ever holds a whole model in f32.
 
 pub(crate) mod blocks;
+pub(crate) mod halves;
 pub(crate) mod int8;
+mod row;
+pub(crate) mod tiles;
 
 use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 
+use self::blocks::BlockFormat;
+#[cfg(feature = "cubecl")]
+pub(crate) use self::row::Reader;
+pub use self::row::RowLayout;
+pub(crate) use self::row::{QuantizedRow, RowFormat};
+use self::tiles::Fields;
 use crate::checked::{Part, part};
 use crate::recorder::{self, Operand};
 
@@ -28,6 +37,12 @@ use crate::recorder::{self, Operand};
 pub enum Format {
     /// Signed bytes, with a scale for each row: its largest magnitude over 127.
     Int8,
+    /// Half floats, for devices that have none.
+    F16,
+    /// Brain floats, for devices that have none.
+    Bf16,
+    /// Blocks of a GGUF file.
+    Blocks(BlockFormat),
 }
 
 /// Evaluates an expression with `$name` as the type of a format.
@@ -38,71 +53,61 @@ macro_rules! with_format {
                 type $name = $crate::quant::int8::Int8;
                 $body
             }
+            $crate::quant::Format::F16 => {
+                type $name = $crate::quant::halves::Half;
+                $body
+            }
+            $crate::quant::Format::Bf16 => {
+                type $name = $crate::quant::halves::Brain;
+                $body
+            }
+            $crate::quant::Format::Blocks(format) => $crate::quant::blocks::with_block!(format, $name => $body),
         }
     };
 }
 pub(crate) use with_format;
 
-/// How many words and scales a row takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowLayout {
-    /// 32-bit words.
-    pub words: usize,
-    /// f32 scales.
-    pub scales: usize,
+/// The words and scales of a matrix, read from its device.
+struct HostRows {
+    words: Vec<i32>,
+    scales: Vec<f32>,
+    words_each: usize,
+    scales_each: usize,
 }
 
-/// A row of a quantized matrix on the host.
-#[cfg(feature = "ndarray")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct QuantizedRow<'a> {
-    pub(crate) words: &'a [i32],
-    pub(crate) scales: &'a [f32],
-}
+impl HostRows {
+    fn of<B: Backend>(weight: QuantizedWeight<B>) -> Self {
+        let ([d_output, words_each], scales_each) = (weight.packed.dims(), weight.scales_of_row());
+        let QuantizedWeight { packed, scales, format, order } = weight;
+        let mut words: Vec<i32> = packed.into_data().iter::<i32>().collect();
+        if let (RowOrder::Tiles, Some(fields)) = (order, format.tiles()) {
+            tiles::untile(fields, &mut words, [d_output, words_each]);
+        }
+        let scales = scales.map_or_else(Vec::new, |scales| scales.into_data().iter::<f32>().collect());
+        Self { words, scales, words_each, scales_each }
+    }
 
-/// Device kernels that may read a format as it is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reader {
-    /// Projections of few rows in CubeCL.
-    Skinny,
-    /// Lookups of rows, and dequantization, in CubeCL.
-    Rows,
-    /// Whole decode steps in CUDA C++.
-    DecodeStep,
-}
-
-/// A format, row by row.
-pub(crate) trait RowFormat {
-    /// As messages call it.
-    const NAME: &'static str;
-    /// The device kernels that read it as it is stored.
-    #[cfg_attr(not(feature = "cubecl"), expect(dead_code, reason = "there is no device"))]
-    const READERS: &'static [Reader];
-
-    /// The layout of a row of `d_input` weights. None if rows of that length cannot be stored.
-    fn layout(d_input: usize) -> Option<RowLayout>;
-
-    /// The length of a row of so many words.
-    fn row_length(words: usize) -> usize;
-
-    /// Stores the nearest weights to `row` in `words` and `scales`. Where a value is NaN, so is what is read again.
-    fn quantize(row: &[f32], words: &mut [i32], scales: &mut [f32]);
-
-    /// The weights of a row.
-    #[cfg(feature = "ndarray")]
-    fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]);
-
-    /// The sum of products of `x` with the weights of a row.
-    #[cfg(feature = "ndarray")]
-    fn dot(x: &[f32], row: QuantizedRow<'_>) -> f32;
-
-    /// The weights of all rows, f32 `[d_output, d_input]`, by Burn's operations: right on every backend.
-    fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2>;
+    fn row(&self, at: usize) -> QuantizedRow<'_> {
+        QuantizedRow {
+            words: &self.words[at * self.words_each..][..self.words_each],
+            scales: &self.scales[at * self.scales_each..][..self.scales_each],
+        }
+    }
 }
 
 impl Format {
     /// All of them.
-    pub const ALL: [Self; 1] = [Self::Int8];
+    pub const ALL: [Self; 3 + BlockFormat::ALL.len()] = {
+        let mut all = [Self::Int8; 3 + BlockFormat::ALL.len()];
+        all[1] = Self::F16;
+        all[2] = Self::Bf16;
+        let mut at = 0;
+        while at < BlockFormat::ALL.len() {
+            all[3 + at] = Self::Blocks(BlockFormat::ALL[at]);
+            at += 1;
+        }
+        all
+    };
 
     /// As messages call it.
     pub fn name(self) -> &'static str {
@@ -112,6 +117,21 @@ impl Format {
     /// The layout of a row of `d_input` weights. None if rows of that length cannot be stored.
     pub fn layout(self, d_input: usize) -> Option<RowLayout> {
         with_format!(self, F => F::layout(d_input))
+    }
+
+    /// Whether floats are quantized to it here; other formats come from files.
+    pub fn quantizes(self) -> bool {
+        with_format!(self, F => F::QUANTIZE.is_some())
+    }
+
+    /// Whether the CPU's kernel for it multiplies integers, and rounds inputs to bytes with a scale for each block.
+    pub fn rounds_inputs(self) -> bool {
+        with_format!(self, F => F::ROUNDS_INPUTS)
+    }
+
+    /// A row's blocks in tiles, where the CPU has a kernel for them.
+    pub(crate) fn tiles(self) -> Option<Fields> {
+        with_format!(self, F => F::TILES)
     }
 
     /// Whether a device kernel reads it as it is stored.
@@ -131,16 +151,28 @@ impl Format {
     }
 }
 
+/// The order of the words of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RowOrder {
+    /// Row after row.
+    Rows,
+    /// Rows in tiles, as the kernels of the CPU read them; on the CPU alone.
+    Tiles,
+}
+
 /// A quantized matrix `[d_output, d_input]`.
 #[derive(Module, Debug)]
 pub struct QuantizedWeight<B: Backend> {
     /// 32-bit words, `[d_output, words of a row]`.
     pub packed: Tensor<B, 2, Int>,
-    /// f32 `[d_output * scales of a row]`, row after row.
-    pub scales: Tensor<B, 1>,
+    /// f32 `[d_output * scales of a row]`, row after row; none where the words hold them.
+    pub scales: Option<Tensor<B, 1>>,
     /// How they are to be read.
     #[module(skip)]
     pub format: Format,
+    /// In which order the words are.
+    #[module(skip)]
+    pub order: RowOrder,
 }
 
 impl<B: Backend> QuantizedWeight<B> {
@@ -150,17 +182,46 @@ impl<B: Backend> QuantizedWeight<B> {
         [d_output, self.format.row_length(words)]
     }
 
+    /// The weights, f32 `[d_output, d_input]`, right on every backend.
+    pub(crate) fn reference(self) -> Tensor<B, 2> {
+        let Self { packed, scales, format, order } = &self;
+        let by_operations = match order {
+            RowOrder::Rows => with_format!(*format, F => F::reference(packed, scales.as_ref())),
+            RowOrder::Tiles => None,
+        };
+        by_operations.unwrap_or_else(|| self.dequantized_by_host())
+    }
+
+    fn dequantized_by_host(self) -> Tensor<B, 2> {
+        let ([d_output, d_input], device, format) = (self.dims(), self.packed.device(), self.format);
+        let rows = HostRows::of(self);
+        let mut values = vec![0.0; d_output * d_input];
+        for (row, out) in values.chunks_exact_mut(d_input).enumerate() {
+            with_format!(format, F => F::dequantize(rows.row(row), out));
+        }
+        Tensor::from_data(TensorData::new(values, [d_output, d_input]), (&device, DType::F32))
+    }
+
+    pub(crate) fn scales_of_row(&self) -> usize {
+        self.scales.as_ref().map_or(0, |scales| scales.dims()[0] / self.packed.dims()[0])
+    }
+
     /// Panics unless words and scales fit the format and each other.
     #[track_caller]
     pub(crate) fn check<'a>(&self, op: &'static str, name: &'a str) -> Part<'a, B::Device> {
         let packed = part(op, name, &self.packed).integer();
         let dtype = self.packed.dtype();
-        assert!(dtype.size() == 4, "{op}: {name} has {dtype:?} words, and not 32-bit ones");
+        assert!(dtype.size() == 4, "{op}: {name} has {dtype:?} words instead of 32-bit ones");
         let ([d_output, words], [_, d_input], format) = (self.packed.dims(), self.dims(), self.format.name());
         let Some(layout) = self.format.layout(d_input).filter(|layout| layout.words == words) else {
             panic!("{op}: {name} has rows of {words} words, which {format} cannot have");
         };
-        part(op, "scales", &self.scales).of(DType::F32).shaped(&[d_output * layout.scales], &packed);
+        match &self.scales {
+            Some(scales) => {
+                part(op, "scales", scales).of(DType::F32).shaped(&[d_output * layout.scales], &packed);
+            }
+            None => assert!(layout.scales == 0, "{op}: {name} has no scales, which {format} keeps apart"),
+        }
         packed
     }
 }
@@ -172,6 +233,9 @@ pub enum Weight<B: Backend> {
     Float(Tensor<B, 2>),
     /// Stored in a [`Format`]. Gradients flow through it, but it has none.
     Quantized(QuantizedWeight<B>),
+    /// Quantized matrices of one width, the rows of each after those of the one before: parts of a matrix that are stored in
+    /// several formats. Gradients flow through them, but they have none.
+    Stacked(Vec<QuantizedWeight<B>>),
 }
 
 impl<B: Backend> From<Tensor<B, 2>> for Weight<B> {
@@ -186,20 +250,34 @@ impl<B: Backend> From<QuantizedWeight<B>> for Weight<B> {
     }
 }
 
+impl<B: Backend> From<Vec<QuantizedWeight<B>>> for Weight<B> {
+    fn from(mut parts: Vec<QuantizedWeight<B>>) -> Self {
+        match parts.len() {
+            1 => Self::Quantized(parts.remove(0)),
+            _ => Self::Stacked(parts),
+        }
+    }
+}
+
 impl<B: Backend> Weight<B> {
     /// `[d_output, d_input]`.
     pub fn dims(&self) -> [usize; 2] {
         match self {
             Self::Float(weight) => weight.dims(),
             Self::Quantized(weight) => weight.dims(),
+            Self::Stacked(parts) => {
+                let width = parts.first().map_or(0, |part| part.dims()[1]);
+                [parts.iter().map(|part| part.dims()[0]).sum(), width]
+            }
         }
     }
 
-    /// The format, where it is not stored as floats.
+    /// The format, where it is not stored as floats; of several the first.
     pub fn format(&self) -> Option<Format> {
         match self {
             Self::Float(_) => None,
             Self::Quantized(weight) => Some(weight.format),
+            Self::Stacked(parts) => parts.first().map(|part| part.format),
         }
     }
 
@@ -208,10 +286,15 @@ impl<B: Backend> Weight<B> {
         match self {
             Self::Float(weight) => recorder::operand(weight),
             Self::Quantized(weight) => recorder::operand(&weight.packed),
+            Self::Stacked(parts) => {
+                let words: usize = parts.iter().map(|part| part.packed.dims().iter().product::<usize>()).sum();
+                Operand::new([words], DType::I32)
+            }
         }
     }
 
-    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits `other`.
+    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits
+    /// `other`.
     #[track_caller]
     pub(crate) fn check(&self, op: &'static str, name: &'static str, holds: bool, other: &Part<'_, B::Device>) {
         match self {
@@ -220,6 +303,46 @@ impl<B: Backend> Weight<B> {
             }
             Self::Quantized(weight) => {
                 weight.check(op, name).fits(holds, other);
+            }
+            Self::Stacked(parts) => {
+                assert!(!parts.is_empty(), "{op}: {name} is a stack of nothing");
+                let width = self.dims()[1];
+                for part in parts {
+                    let alike = part.dims()[1] == width;
+                    assert!(alike, "{op}: {name} has parts of {width} and of {} columns", part.dims()[1]);
+                    part.check(op, name).fits(holds, other);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "ndarray"))]
+mod tests {
+    use super::tiles::{TILE, block_bytes, bytes_of, row_of_tile, tile_rows, untile};
+    use super::*;
+
+    #[test]
+    fn tiles_hold_their_rows_and_give_them_back() {
+        for format in Format::ALL {
+            let Some(fields) = format.tiles() else { continue };
+            let words_each = format.layout(768).expect("rows of any format").words;
+            let rows: Vec<i32> =
+                (0..TILE * words_each).map(|at| (at as i32).wrapping_mul(0x9e37_79b9u32 as i32)).collect();
+            let mut tile = rows.clone();
+            tile_rows(fields, &mut tile, &mut Vec::new());
+            assert_ne!(tile, rows, "{format:?}");
+            let blocks = words_each * 4 / block_bytes(fields) * block_bytes(fields);
+            for (at, row) in rows.chunks_exact(words_each).enumerate() {
+                let mut own = vec![0; words_each];
+                row_of_tile(fields, &tile, at, &mut own);
+                let [own, row] = [&own, row].map(|words| &bytes_of(words)[..blocks]);
+                assert_eq!(own, row, "{format:?}, row {at}");
+            }
+            untile(fields, &mut tile, [TILE, words_each]);
+            for (own, row) in tile.chunks_exact(words_each).zip(rows.chunks_exact(words_each)) {
+                let [own, row] = [own, row].map(|words| &bytes_of(words)[..blocks]);
+                assert_eq!(own, row, "{format:?}");
             }
         }
     }

@@ -1,11 +1,11 @@
-//! Random bits inside CubeCL kernels, those of [`RandomKey::bits`].
+//! Random bits in CubeCL kernels, equal to [`RandomKey::bits`].
 
 use burn_cubecl::CubeRuntime;
 use cubecl::prelude::*;
 
 use super::{MULTIPLIERS, RandomKey};
 
-/// The keys of the five rounds: in each word the row's key is the low half, the column's the high half.
+/// The keys of the five rounds: in each word the low half is for rows, the high half for columns.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct Rounds {
     first: u32,
@@ -18,7 +18,7 @@ pub(crate) struct Rounds {
 }
 
 impl RandomKey {
-    /// The key as a kernel's argument.
+    /// The key as a kernel argument.
     pub(crate) fn rounds<R: CubeRuntime>(self) -> RoundsLaunch<R> {
         let (rows, columns) = self.round_keys();
         let word = |at: usize| rows[at] | (columns[at] << 16);
@@ -26,7 +26,7 @@ impl RandomKey {
     }
 }
 
-/// What a row's number comes to, two halves in one word: the same for all of a row's columns.
+/// The encrypted row index, two halves in one word, shared by the row's columns.
 #[cube]
 pub(crate) fn row_bits(row: u32, rounds: &Rounds) -> u32 {
     let mut state = row + rounds.first_row;
@@ -37,14 +37,14 @@ pub(crate) fn row_bits(row: u32, rounds: &Rounds) -> u32 {
     round(state, rounds.fifth & 0xffff, MULTIPLIERS[4])
 }
 
-/// The 24 bits at `column` of a row of which `row` is the [`row_bits`].
+/// The 24 bits at `column` of a row with these [`row_bits`].
 #[cube]
 pub(crate) fn column_bits(row: u32, column: u32, rounds: &Rounds) -> u32 {
     let state = column_halves(row, column, rounds);
     ((state & 0xffff) << 8) | (state >> 24)
 }
 
-/// Twice 16 bits at `column`, the first of them low.
+/// Two 16-bit values at `column`, the first in the low half.
 #[cube]
 pub(crate) fn column_halves(row: u32, column: u32, rounds: &Rounds) -> u32 {
     let mut state = column ^ row;
@@ -55,7 +55,7 @@ pub(crate) fn column_halves(row: u32, column: u32, rounds: &Rounds) -> u32 {
     round(state, rounds.fifth >> 16, MULTIPLIERS[4])
 }
 
-/// One Feistel round; the left half lies low.
+/// One Feistel round; the left half is in the low bits.
 #[cube]
 fn round(state: u32, key: u32, #[comptime] multiplier: u32) -> u32 {
     let right = state >> 16;

@@ -1,16 +1,16 @@
-//! Random bits that are a pure function of a key and a place, so that nothing has to be remembered or saved.
+//! Random bits as a pure function of a key and a position, without state to keep or save.
 
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-/// Random bits come as integers below this: 24 of them, exact in f32.
+/// Random bits are integers below this: 24 bits, exact in f32.
 pub(crate) const RANGE: u32 = 1 << 24;
 
 pub(crate) const ROUNDS: usize = 5;
 const MULTIPLIERS: [u32; ROUNDS] = [0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b];
 
-/// What a stream of random bits depends on: a seed, and whatever is folded into it (step, layer, site).
+/// The key of a random stream: a seed, with further words folded in (step, layer, site).
 ///
 /// ```
 /// use fireclay_kernels::RandomKey;
@@ -44,14 +44,14 @@ impl RandomKey {
 
     /// The 24 random bits at (`row`, `column`): the definition that every kernel reproduces.
     ///
-    /// Two Feistel ciphers of five rounds on 16-bit halves, the first over the row, the second over the column and
-    /// the first one's output. A product of two 16- and 15-bit numbers fits 31 bits, so that signed 32-bit integers,
-    /// all that some devices have, never overflow.
+    /// Two Feistel ciphers of five rounds on 16-bit halves, the first over the row, the second over
+    /// the column and the first one's output. A product of two 16- and 15-bit numbers fits 31 bits,
+    /// so that signed 32-bit integers, all that some devices have, never overflow.
     pub fn bits(self, row: u32, column: u32) -> u32 {
         self.row(row).bits(column)
     }
 
-    /// What the bits of a row have in common.
+    /// The state shared by a row's bits.
     pub(crate) fn row(self, row: u32) -> RowBits {
         let (row_keys, keys) = self.round_keys();
         let row = row.wrapping_add(self.first_row);
@@ -69,7 +69,7 @@ impl RandomKey {
         self.key as u32
     }
 
-    /// What a row's number comes to, two halves in one word: a permutation of all rows.
+    /// The encrypted row index, two halves in one word: a permutation of all rows.
     pub(crate) fn row_word(self, row: u32) -> u32 {
         let RowBits { left, right, .. } = self.row(row);
         left | (right << 16)
@@ -80,7 +80,7 @@ impl RandomKey {
         (f64::from(self.bits(row, column)) + 0.5) / f64::from(RANGE)
     }
 
-    /// 16-bit keys of the rounds over rows and over columns.
+    /// 16-bit round keys for rows and for columns.
     pub(crate) fn round_keys(self) -> ([u32; ROUNDS], [u32; ROUNDS]) {
         let expand = |word: u64| {
             let more = mix(word);
@@ -90,7 +90,7 @@ impl RandomKey {
     }
 }
 
-/// The random bits of a row: the second of the two ciphers, in a loop over columns that vectorises.
+/// The random bits of a row: the second cipher, in a vectorisable loop over columns.
 #[derive(Clone, Copy)]
 pub(crate) struct RowBits {
     left: u32,
@@ -106,14 +106,14 @@ impl RowBits {
         (left << 8) | (right >> 8)
     }
 
-    /// Twice 16 random bits at `column`.
+    /// Two 16-bit values at `column`.
     #[inline(always)]
     fn halves(&self, column: u32) -> (u32, u32) {
         feistel((column & 0xffff) ^ self.left, (column >> 16) ^ self.right, self.keys)
     }
 
-    /// Drops some of a row's `values`, which begin at column `first`, and scales the others: what
-    /// [`Dropout`](crate::Dropout) says, two columns for each of the cipher's outputs.
+    /// Applies [`Dropout`](crate::Dropout) to a row's `values` from column `first` on, two columns
+    /// per cipher output.
     #[cfg(feature = "ndarray")]
     #[inline(always)]
     pub(crate) fn drop(&self, first: u32, values: &mut [f32], threshold: u32, scale: f32) {

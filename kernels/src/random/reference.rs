@@ -11,7 +11,7 @@ pub(crate) fn bits_of_rows<B: Backend>(rows: Tensor<B, 1, Int>, columns: usize, 
     left.bitwise_left_shift_scalar(8.elem()).bitwise_or(right.bitwise_right_shift_scalar(8.elem()))
 }
 
-/// Both halves of what the second cipher gives for the given rows, `[rows, columns]` each, below 2^16.
+/// Both output halves of the second cipher for the given rows, `[rows, columns]` each, below 2^16.
 pub(crate) fn halves_of_rows<B: Backend>(
     rows: Tensor<B, 1, Int>,
     columns: usize,
@@ -22,13 +22,13 @@ pub(crate) fn halves_of_rows<B: Backend>(
     let row = rows.add_scalar(key.first_row as i32).reshape([count, 1]);
     let rows = count;
     let column = Tensor::<B, 1, Int>::arange(0..columns as i64, device).reshape([1, columns]);
-    // A shift of a negative number brings ones in.
+    // Shifting a negative number fills with ones.
     let low = |x: Tensor<B, 2, Int>| x.bitwise_and_scalar(0xffff.elem());
     let halves = |x: Tensor<B, 2, Int>| (low(x.clone()), low(x.bitwise_right_shift_scalar(16.elem())));
     let (left, right) = halves(row);
     let (row_left, row_right) = feistel(left, right, row_keys);
     let (left, right) = halves(column);
-    // Burn's bitwise operations do not broadcast on every backend: spread both sides first.
+    // Burn's bitwise operations do not broadcast on every backend: expand both sides first.
     let spread = |x: Tensor<B, 2, Int>| x.expand([rows, columns]);
     let left = spread(left).bitwise_xor(spread(row_left));
     let right = spread(right).bitwise_xor(spread(row_right));

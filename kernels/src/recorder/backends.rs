@@ -1,4 +1,4 @@
-//! What each backend can show of its work.
+//! What each backend can record.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

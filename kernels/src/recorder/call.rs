@@ -1,4 +1,4 @@
-//! What an operation's call says of itself: inputs, and the least that it must move and compute.
+//! Description of a call: inputs, and the minimum of bytes and FLOP.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -14,9 +14,9 @@ thread_local! {
 pub struct Call {
     /// Shape and dtype of its inputs.
     pub inputs: Vec<Operand>,
-    /// Bytes that have to be moved between processor and memory, at least: each input read and each output written once.
+    /// Minimum bytes moved: each input read once and each output written once.
     pub bytes: u64,
-    /// Multiplications and additions of its matrix products.
+    /// FLOP of its matrix products.
     pub flops: u64,
 }
 
@@ -28,19 +28,19 @@ impl Call {
         Self { inputs, bytes, flops: 0 }
     }
 
-    /// And moves so many bytes more.
+    /// Adds moved bytes.
     pub fn and(mut self, bytes: u64) -> Self {
         self.bytes += bytes;
         self
     }
 
-    /// And moves what the first input holds, so many times more.
+    /// Adds the first input's size this many times.
     pub fn and_first(self, times: u64) -> Self {
         let bytes = self.inputs.first().map_or(0, Operand::bytes);
         self.and(times * bytes)
     }
 
-    /// And computes so many multiplications and additions.
+    /// Adds FLOP.
     pub fn computes(mut self, flops: u64) -> Self {
         self.flops += flops;
         self
@@ -53,20 +53,20 @@ impl From<Vec<Operand>> for Call {
     }
 }
 
-/// A part of a model, such as "attention": what its operations are reported under.
+/// A part of a model, such as "attention", under which operations are reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part(&'static str);
 
-/// The span of a part: operations that this thread calls meanwhile belong to it.
+/// The scope of a part, for this thread's operations.
 #[must_use = "the span ends when this is dropped"]
 pub struct PartScope {
     around: &'static str,
-    // It must end on the thread that it began on.
+    // It must end on the thread where it started.
     _thread: PhantomData<*const ()>,
 }
 
 impl Part {
-    /// The part that this thread is in: a graph's node keeps it for its backward pass.
+    /// This thread's current part: a graph node keeps it for its backward pass.
     pub(crate) fn current() -> Self {
         Self(PART.get())
     }
@@ -76,7 +76,7 @@ impl Part {
         self.0
     }
 
-    /// Goes back into the part.
+    /// Enters the part again.
     #[inline]
     pub(crate) fn enter(self) -> PartScope {
         PartScope { around: PART.replace(self.0), _thread: PhantomData }
@@ -90,8 +90,8 @@ impl Drop for PartScope {
     }
 }
 
-/// What this thread calls from here on, until the span ends, is done for the part `name` of a model; its backward passes
-/// are, too.
+/// Reports this thread's operations until the scope ends, and their backward passes, under the part
+/// `name` of a model.
 #[inline]
 pub fn part(name: &'static str) -> PartScope {
     Part(name).enter()

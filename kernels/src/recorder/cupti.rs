@@ -1,13 +1,15 @@
 //! What NVIDIA's CUPTI tells of a CUDA device.
 //!
-//! CUPTI is loaded when a recording first needs it. Its activity records give the device's side: kernels, copies and
-//! fills with their times. Its callbacks give the host's side: each call of the driver.
+//! CUPTI is loaded when a recording first needs it. Its activity records give the device's side:
+//! kernels, copies and fills with their times. Its callbacks give the host's side: each call of the
+//! driver.
 //!
-//! CubeCL makes its driver calls on a thread of its own for each device, which runs closures in the order in which a
-//! user's thread queues them. So an operation's begin and end are queued as closures too, and bracket its launches.
-//! While a closure runs, CubeCL sets that thread's stream id to that of the thread that queued it: the callback of a
-//! driver call reads it, and knows whose call it is even where several threads feed the device. The call's correlation
-//! id then leads from the device's records back to the operation.
+//! CubeCL makes its driver calls on a thread of its own for each device, which runs closures in the
+//! order in which a user's thread queues them. So an operation's begin and end are queued as
+//! closures too, and bracket its launches. While a closure runs, CubeCL sets that thread's stream
+//! id to that of the thread that queued it: the callback of a driver call reads it, and knows whose
+//! call it is even where several threads feed the device. The call's correlation id then leads from
+//! the device's records back to the operation.
 //!
 //! Records are read by the part of their layout that CUDA has kept since its version 11.
 
@@ -107,7 +109,8 @@ struct KernelRecord {
     name: *const c_char,
 }
 
-/// The beginning of `CUpti_ActivityMemcpy` to `7`; and, but for the four bytes of `copy`, of `CUpti_ActivityMemset` to
+/// The beginning of `CUpti_ActivityMemcpy` to `7`; and, but for the four bytes of `copy`, of
+/// `CUpti_ActivityMemset` to
 /// `5`.
 #[repr(C)]
 struct CopyRecord {
@@ -218,13 +221,14 @@ impl<R: Runtime> Probe for CuptiProbe<R> {
         let context = context.map_err(|error| RecorderError::Device(error.to_string()))?;
         let context = context.ok_or_else(|| RecorderError::Device("it has no CUDA context".into()))?;
         let mut device = 0;
-        // SAFETY: the context is that of the device's thread, which keeps it; the id is written to a place of ours.
+        // SAFETY: the context is that of the device's thread, which keeps it; the id is written to
+        // a place of ours.
         let code = unsafe { (cupti.device_id)(context as *mut c_void, &mut device) };
         cupti.check("cuptiGetDeviceId", code)?;
         let mut subscriber = null_mut();
         // SAFETY: the callback is a function of this program, and uses no user data.
         match unsafe { (cupti.subscribe)(&mut subscriber, called, null_mut()) } {
-            OTHER_SUBSCRIBER => return Err(RecorderError::Cupti("another profiler of this process uses it".into())),
+            OTHER_SUBSCRIBER => return Err(RecorderError::Cupti("another profiler in this process uses it".into())),
             code => cupti.check("cuptiSubscribe", code)?,
         }
         *lock(&SESSION) = Some(Session {
@@ -333,7 +337,8 @@ impl Cupti {
     }
 }
 
-/// CUPTI calls this at each entry to and each exit from the driver, on the thread that calls the driver.
+/// CUPTI calls this at each entry to and each exit from the driver, on the thread that calls the
+/// driver.
 unsafe extern "C" fn called(_user: *mut c_void, domain: u32, _function: u32, data: *const CallbackData) {
     // SAFETY: in this domain CUPTI passes its record of the call, valid until this returns.
     let Some(data) = (unsafe { data.as_ref() }) else { return };
@@ -360,8 +365,8 @@ unsafe extern "C" fn called(_user: *mut c_void, domain: u32, _function: u32, dat
 
 /// CUPTI asks for room.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, max_records: *mut usize) {
-    // SAFETY: the layout is not empty; the three places are CUPTI's for its answers. With a null buffer it drops records
-    // and counts them.
+    // SAFETY: the layout is not empty; the three places are CUPTI's for its answers. With a null
+    // buffer it drops records and counts them.
     unsafe {
         *buffer = alloc(BUFFER);
         *size = if (*buffer).is_null() { 0 } else { BUFFER.size() };
@@ -390,10 +395,11 @@ impl Session {
         const MAX_LIMIT_REACHED: u32 = 12;
         let mut record = null_mut();
         loop {
-            // SAFETY: the buffer holds `valid` bytes of CUPTI's, and `record` is null or the record before.
+            // SAFETY: the buffer holds `valid` bytes of CUPTI's, and `record` is null or the record
+            // before.
             match unsafe { (cupti.next_record)(buffer, valid, &mut record) } {
                 SUCCESS if !record.is_null() => {
-                    // SAFETY: a record of CUPTI's, which lies in the buffer as a whole.
+                    // SAFETY: a record of CUPTI's, which is in the buffer as a whole.
                     unsafe { self.record(record) };
                 }
                 MAX_LIMIT_REACHED => return,
@@ -451,7 +457,7 @@ impl Session {
     }
 }
 
-/// `CUpti_ActivityMemcpyKind`; what CUDA calls an array lies on the device.
+/// `CUpti_ActivityMemcpyKind`; what CUDA calls an array is on the device.
 fn direction(kind: u8) -> Direction {
     match kind {
         1 | 3 => Direction::ToDevice,
@@ -477,7 +483,8 @@ fn load() -> Result<Cupti, String> {
         // SAFETY: NVIDIA's library has no condition on being loaded.
         match unsafe { libloading::Library::new(&candidate) } {
             Ok(library) => return functions(library, &candidate),
-            // That a name is not on the loader's path needs no telling; that a file does not load does.
+            // That a name is not on the loader's path needs no telling; that a file does not load
+            // does.
             Err(error) if candidate.is_absolute() => failures.push(error.to_string()),
             Err(_) => {}
         }
@@ -512,7 +519,8 @@ fn functions(library: libloading::Library, path: &Path) -> Result<Cupti, String>
     let missing = |error: libloading::Error| format!("{}: {error}", path.display());
     macro_rules! function {
         ($name:literal) => {
-            // SAFETY: CUPTI exports the function under this name, with the signature that it is used at.
+            // SAFETY: CUPTI exports the function under this name, with the signature that it is
+            // used at.
             *unsafe { library.get($name) }.map_err(missing)?
         };
     }
@@ -522,7 +530,7 @@ fn functions(library: libloading::Library, path: &Path) -> Result<Cupti, String>
     let code = unsafe { get_version(&mut version) };
     if code != SUCCESS || !(OLDEST..TOO_NEW).contains(&version) {
         return Err(format!(
-            "{} has version {version} of the interface, and only those of CUDA 11.4 to 13 are known",
+            "{} has interface version {version}; those of CUDA 11.4 to 13 are supported",
             path.display()
         ));
     }

@@ -1,11 +1,12 @@
-//! Shows where the time of a region of work went, and what crossed the bus.
+//! Records where the time of a region of work goes, and what crosses the bus.
 //!
-//! Recorded are the operations of this crate with their shapes and dtypes, on every backend, and, on CUDA, what
-//! NVIDIA's CUPTI tells of the driver and of the device: kernels, copies, fills, waits and allocations, each with the
-//! operation that it was for. A figure that a backend cannot know is `None` in the report, and "unknown" in its table.
+//! It records this crate's operations with their shapes and dtypes on every backend. On CUDA it
+//! also records NVIDIA's CUPTI data: kernels, copies, fills, waits and allocations of driver and
+//! device, with their operations. Values that a backend cannot know are `None` in the report, and
+//! "unknown" in its table.
 //!
-//! One recording runs at a time in a process, and holds the operations of all its threads. Without one, an operation
-//! pays for one load of a flag.
+//! One recording runs at a time in a process and covers all of its threads. Without one, an
+//! operation only loads a flag.
 //!
 //! ```
 //! use burn::tensor::Tensor;
@@ -54,38 +55,38 @@ pub use report::{
     Copies, DriverCall, Fallback, KernelReport, OpReport, Operand, Report, Source, Span, Timeline, Transfers, Work,
 };
 
-/// Whether calls are to be recorded.
+/// Whether calls are recorded.
 static ON: AtomicBool = AtomicBool::new(false);
-/// Whether there is a recording, its start and its end included.
+/// Whether a recording exists, its start and end included.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 static CALLS: Mutex<Option<Calls>> = Mutex::new(None);
 
 thread_local! {
     static CURRENT: Cell<&'static str> = const { Cell::new(NO_OP) };
-    /// Of this thread's open operation: time in the operations that it called itself.
+    /// Time that this thread's open operation spent in operations that it called.
     static INNER: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// The operation of this thread that is open and recorded.
+    /// This thread's open, recorded operation.
     static OPEN: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 /// The name of no operation.
 const NO_OP: &str = "an operation";
 
-/// Why there is no recording.
+/// Why recording failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RecorderError {
-    /// Another one runs.
+    /// Another one is running.
     Running,
-    /// The device failed, or could not be waited for.
+    /// The device failed.
     Device(String),
-    /// CUPTI is missing, of an unknown version, in use by another profiler, or failed.
+    /// CUPTI is missing, has an unknown version, is in use by another profiler, or failed.
     Cupti(String),
 }
 
 impl Display for RecorderError {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Running => f.write_str("a recording runs already, and there is one at a time"),
+            Self::Running => f.write_str("a recording is already running"),
             Self::Device(reason) => write!(f, "the device cannot be recorded: {reason}"),
             Self::Cupti(reason) => write!(f, "CUPTI cannot record: {reason}"),
         }
@@ -94,18 +95,19 @@ impl Display for RecorderError {
 
 impl std::error::Error for RecorderError {}
 
-/// A backend whose work can be recorded.
+/// A backend with recordable work.
 pub trait RecorderOps: Backend {
-    /// Whether an operation is over when its call returns, so that the host's clock tells what it took.
+    /// Whether an operation is complete when its call returns, so that the host's clock measures
+    /// it.
     fn is_synchronous() -> bool {
         false
     }
-    /// Memory of `device` that this thread's work holds, where it tells.
+    /// Memory on `device` used by this thread's work, if reported.
     fn memory(_device: &Self::Device) -> Option<Memory> {
         None
     }
 
-    /// What shows a [`Recording`] the work of `device`; none where calls are all that is known.
+    /// The probe of `device` for a [`Recording`]; none if only calls are known.
     fn probe(_device: &Self::Device) -> Option<Box<dyn Probe>> {
         None
     }
@@ -114,52 +116,52 @@ pub trait RecorderOps: Backend {
 /// Memory of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Bytes of tensors.
+    /// Bytes in tensors.
     pub in_use: u64,
-    /// Bytes taken from the driver, which are seldom given back: the most so far, about.
+    /// Bytes allocated from the driver, which are seldom freed: about the peak.
     pub reserved: u64,
 }
 
-/// What shows the recorder the work of a device; see [`RecorderOps::probe`].
+/// Records the work of a device; see [`RecorderOps::probe`].
 pub trait Probe: Send + Sync {
-    /// Begins to watch. The device is idle.
+    /// Starts to record. The device is idle.
     ///
     /// # Errors
-    /// Where the device cannot be watched.
+    /// If the device cannot be recorded.
     fn start(&self) -> Result<(), RecorderError>;
-    /// What this thread asks of the device from here on is for operation `op`.
+    /// This thread's work from here on belongs to operation `op`.
     fn enter(&self, op: u32);
-    /// The innermost operation of this thread is over.
+    /// This thread's innermost operation ends.
     fn leave(&self);
-    /// All that was asked of the device so far is in the driver's hands, and what is asked from here on is not watched.
+    /// All work so far was submitted to the driver; further work is not recorded.
     fn close(&self);
-    /// Ends, and tells what was seen. The device is idle again, unless it failed.
+    /// Stops and returns the records. The device is idle again, unless it failed.
     ///
     /// # Errors
-    /// Where it was not seen after all.
+    /// If recording failed.
     fn finish(&self) -> Result<Trace, RecorderError>;
 }
 
-/// What a [`Probe`] saw.
+/// The records of a [`Probe`].
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
     /// Work by operation.
     pub ops: HashMap<u32, Work>,
-    /// Work of an operation that is not among them.
+    /// Work of unknown operations.
     pub idle: Work,
-    /// Work outside any operation.
+    /// Work outside of operations.
     pub outside: Work,
     /// All of it.
     pub total: Work,
     /// Kernels, longest first.
     pub kernels: Option<Vec<KernelReport>>,
-    /// The kernels of each operation, longest first; of none under `None`.
+    /// The kernels of each operation, longest first; `None` for outside.
     pub kernels_of: HashMap<Option<u32>, Vec<KernelReport>>,
-    /// What happened when.
+    /// The timeline.
     pub timeline: Option<Timeline>,
 }
 
-/// What is known from the host's side.
+/// Records of the host.
 #[derive(Default)]
 struct Calls {
     ops: Vec<OpCalls>,
@@ -167,10 +169,10 @@ struct Calls {
     fallbacks: Vec<Fallback>,
     uploads: Vec<Transfers>,
     reads: Vec<Transfers>,
-    waits_beside: u64,
+    waits_while_busy: u64,
     spans: Vec<Span>,
     probe: Option<Arc<dyn Probe>>,
-    /// Waits for the device behind each operation that no other one called, where that is wanted.
+    /// Waits for the device after each top-level operation, if requested.
     wait: Option<Wait>,
     started: Option<Instant>,
 }
@@ -187,7 +189,7 @@ struct OpCalls {
 }
 
 impl Calls {
-    /// Counts a call; returns the operation's number.
+    /// Counts a call and returns its index.
     fn count(&mut self, name: &'static str, call: Call) -> usize {
         let part = Part::current().name();
         let at = match self.by_call.get(&(part, name, call.inputs.clone())) {
@@ -214,15 +216,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// How much of a device's work is recorded.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Watch {
-    /// All that it can show.
+    /// Everything it supports.
     Device,
-    /// None of it.
+    /// Nothing.
     Calls,
-    /// How long each operation is waited for.
+    /// The time waited for each operation.
     Waits,
 }
 
-/// A recording that runs. Dropped, it ends without a report.
+/// A running recording. Dropping it ends it without a report.
 #[must_use = "a recording ends where it is dropped"]
 pub struct Recording {
     device: String,
@@ -233,17 +235,18 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Waits for `device`, and records from there on.
+    /// Waits for `device`, and starts recording.
     ///
-    /// On CUDA, copies, launches and the like are those of this one device; operations are those of all.
+    /// On CUDA, copies and launches are those of this device; operations are those of all devices.
     ///
     /// # Errors
-    /// If another recording runs, if the device failed, or if it is a CUDA device and CUPTI cannot be used.
+    /// If another recording is running, if the device failed, or if it is a CUDA device and CUPTI
+    /// cannot be used.
     pub fn start<B: RecorderOps>(device: &B::Device) -> Result<Self, RecorderError> {
         Self::begin::<B>(device, Watch::Device)
     }
 
-    /// As [`start`](Self::start), but for calls alone, with no need of CUPTI.
+    /// [`start`](Self::start) for calls only, without CUPTI.
     ///
     /// # Errors
     /// If another recording runs, or if the device failed.
@@ -251,8 +254,9 @@ impl Recording {
         Self::begin::<B>(device, Watch::Calls)
     }
 
-    /// As [`start_calls`](Self::start_calls), but waits for the device behind each operation, so that the host's clock
-    /// tells what it took: for devices without a clock that can be read. What is recorded runs slower for it.
+    /// [`start_calls`](Self::start_calls) that waits for the device after each operation, so that
+    /// the host's clock measures it: for devices without a readable clock. Recorded work runs
+    /// slower.
     ///
     /// # Errors
     /// If another recording runs, or if the device failed.
@@ -273,7 +277,7 @@ impl Recording {
             Watch::Waits => Source::Waits,
             Watch::Device | Watch::Calls => Source::Calls,
         };
-        // From here on an early return drops it, which frees the place.
+        // From here on, an early return drops it, which allows another recording.
         let mut recording = Self { device: format!("{device:?}"), sync, probe: None, source, started: Instant::now() };
         (recording.sync)().map_err(RecorderError::Device)?;
         if watch == Watch::Device
@@ -297,7 +301,7 @@ impl Recording {
     /// Stops recording, waits for the device, and reports.
     ///
     /// # Errors
-    /// If the device failed, or what it did could not be read out.
+    /// If the device failed, or its records could not be read.
     pub fn stop(mut self) -> Result<Report, RecorderError> {
         let calls = self.close();
         let synced = (self.sync)().map_err(RecorderError::Device);
@@ -310,7 +314,7 @@ impl Recording {
             let work = trace.ops.get(&(at as u32)).copied().unwrap_or(trace.idle);
             let OpCalls { part, name, calls, sums: Call { inputs, bytes, flops }, host_time } = op;
             let kernels = trace.kernels_of.remove(&Some(at as u32)).unwrap_or_default();
-            // The host's clock says nothing of work that goes on when a call is over.
+            // The host's clock does not measure work that continues after the call.
             let host_time = (self.source != Source::Calls).then_some(host_time);
             OpReport { part, name, inputs, calls, bytes, flops, host_time, work, kernels }
         };
@@ -327,7 +331,7 @@ impl Recording {
             fallbacks: calls.fallbacks,
             uploads: calls.uploads,
             reads: calls.reads,
-            waits_beside: calls.waits_beside,
+            waits_while_busy: calls.waits_while_busy,
             spans: calls.spans,
             timeline: trace.timeline,
         })
@@ -346,10 +350,10 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // With its probe taken it has been stopped, or never watched.
+        // Without its probe it was stopped, or never recorded.
         if let Some(probe) = &self.probe {
             self.close();
-            // Nobody is there to be told.
+            // There is no caller to report an error to.
             let _ = (self.sync)().and_then(|()| probe.finish().map_err(|error| error.to_string()));
         }
         ON.store(false, Ordering::Release);
@@ -358,23 +362,23 @@ impl Drop for Recording {
     }
 }
 
-/// The span of an operation's call: what this thread asks of the device meanwhile is the operation's.
+/// The scope of an operation's call, for this thread's work.
 #[must_use = "the span ends when this is dropped"]
 pub struct Scope {
     entered: Option<Box<Entered>>,
-    /// The operation around this one.
+    /// The enclosing operation.
     around: &'static str,
-    // It must end on the thread that it began on.
+    // It must end on the thread where it started.
     _thread: PhantomData<*const ()>,
 }
 
-/// A call that is recorded.
+/// A recorded call.
 struct Entered {
     op: usize,
-    /// The operation around it, where that is recorded.
+    /// The enclosing operation, if recorded.
     op_around: Option<usize>,
     began: Instant,
-    /// [`INNER`] of the operation around this one.
+    /// [`INNER`] of the enclosing operation.
     inner_around: Duration,
     probe: Option<Arc<dyn Probe>>,
     wait: Option<Wait>,
@@ -390,18 +394,18 @@ impl Drop for Scope {
     }
 }
 
-/// Counts a call of the operation `name`, as `describe` tells of it, until the scope ends. For operations of your own;
-/// those of this crate count themselves. Without a recording it costs one load of a flag.
+/// Records a call of operation `name`, described by `describe`, until the scope ends. For your own
+/// operations; those of this crate record themselves. Without a recording it only loads a flag.
 ///
-/// `describe` gives a [`Call`], or the inputs alone where nothing is known of what has to be moved and computed.
+/// `describe` returns a [`Call`], or just the inputs if bytes and FLOP are unknown.
 #[inline]
 pub fn op<C: Into<Call>>(name: &'static str, describe: impl FnOnce() -> C) -> Scope {
-    // What the flag guards lies behind a lock of its own.
+    // The flag guards a lock.
     let entered = if ON.load(Ordering::Relaxed) { enter(name, describe().into()) } else { None };
     Scope { entered, around: CURRENT.replace(name), _thread: PhantomData }
 }
 
-/// What the open operation of this thread moves and computes beside what it told at its beginning.
+/// Adds bytes and FLOP to this thread's open operation.
 pub(crate) fn also(describe: impl FnOnce() -> Call) {
     told(|calls| {
         if let Some(op) = OPEN.get().and_then(|op| calls.ops.get_mut(op)) {
@@ -412,7 +416,7 @@ pub(crate) fn also(describe: impl FnOnce() -> Call) {
     });
 }
 
-/// The innermost operation that this thread is in, for what it has to say.
+/// This thread's innermost operation, to add to its record.
 pub(crate) fn current() -> &'static str {
     CURRENT.get()
 }
@@ -425,7 +429,7 @@ fn enter(name: &'static str, call: Call) -> Option<Box<Entered>> {
         (calls.count(name, call), calls.probe.clone(), calls.wait.clone())
     };
     if let Some(probe) = &probe {
-        // May wait for the device's thread, and so not under the lock.
+        // This may wait for the device's thread, so not under the lock.
         probe.enter(op as u32);
     }
     let (op_around, inner_around) = (OPEN.replace(Some(op)), INNER.replace(Duration::ZERO));
@@ -436,7 +440,7 @@ fn enter(name: &'static str, call: Call) -> Option<Box<Entered>> {
 fn leave(Entered { op, op_around, began, inner_around, probe, wait }: Entered) {
     OPEN.set(op_around);
     if let Some(wait) = wait.filter(|_| op_around.is_none()) {
-        // A device that failed says so to whoever reads from it.
+        // A failed device reports its error to its next reader.
         let _ = wait();
     }
     let ended = Instant::now();
@@ -464,29 +468,29 @@ where
     Operand::new(tensor.dims(), tensor.dtype())
 }
 
-/// Tells that `op` goes a slower way on `device` for want of a kernel, most often its reference, and why: warns on standard error the first
-/// time, and counts while a recording runs.
+/// Records that `op` takes a slower path on `device`, usually its reference, and why: warns on
+/// stderr the first time, and counts during a recording.
 pub fn fell_back(op: &'static str, device: &str, reason: &str) {
     static WARNED: Mutex<Option<HashSet<[String; 3]>>> = Mutex::new(None);
     if lock(&WARNED).get_or_insert_default().insert([op, device, reason].map(String::from)) {
-        eprintln!("warning: {op} has no kernel for this on {device}: {reason}");
+        eprintln!("warning: {op} has no kernel for this case on {device}: {reason}");
     }
     told(|calls| count_fallback(calls, op, device, reason));
 }
 
-/// Tells that `bytes` were copied to a device: known on every backend, where the caller says so.
+/// Records `bytes` copied to a device, on every backend whose callers report it.
 pub fn uploaded(bytes: usize) {
     told(|calls| count_transfer(&mut calls.uploads, bytes));
 }
 
-/// Tells that `bytes` were copied to the host: known on every backend, where the caller says so.
+/// Records `bytes` copied to the host, on every backend whose callers report it.
 pub fn read_back(bytes: usize) {
     told(|calls| count_transfer(&mut calls.reads, bytes));
 }
 
-/// Tells that the caller waited for the device, which had other work behind what was waited for: it did not run dry by that.
-pub fn waited_beside() {
-    told(|calls| calls.waits_beside += 1);
+/// Records a wait for the device while it had more work queued: it did not run dry.
+pub fn waited_while_busy() {
+    told(|calls| calls.waits_while_busy += 1);
 }
 
 fn count_transfer(transfers: &mut Vec<Transfers>, bytes: usize) {
@@ -501,10 +505,10 @@ fn count_transfer(transfers: &mut Vec<Transfers>, bytes: usize) {
     }
 }
 
-/// Counts that the open operation runs its reference because that was asked for.
+/// Counts that the open operation runs its reference on request.
 pub(crate) fn asked_for_reference() {
     if ON.load(Ordering::Relaxed) {
-        told(|calls| count_fallback(calls, current(), "", "the references were asked for"));
+        told(|calls| count_fallback(calls, current(), "", "kernels=reference is set"));
     }
 }
 

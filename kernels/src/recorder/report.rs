@@ -1,4 +1,4 @@
-//! What a recording found, as fields, as a table and as JSON.
+//! The report of a recording: fields, a table, and JSON.
 
 use std::fmt::{self, Display, Formatter, Write};
 use std::ops::AddAssign;
@@ -6,19 +6,20 @@ use std::time::Duration;
 
 use burn::tensor::DType;
 
-/// How many kernels the table names; the fields and the JSON hold all.
+/// Kernels in the table; fields and JSON have all.
 const KERNELS_SHOWN: usize = 12;
 
-/// Where the figures of a report come from.
+/// Source of a report's times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Calls alone: what the device did is unknown.
+    /// Calls only: the device's work is unknown.
     Calls,
-    /// Calls, and the host's clock: the device is the host, and an operation is over when its call returns.
+    /// Calls and the host's clock: the device is the host, and operations are complete when their
+    /// calls return.
     Host,
-    /// Calls, and the host's clock, each operation having been waited for.
+    /// Calls and the host's clock, with a wait after each operation.
     Waits,
-    /// Calls, and what CUPTI recorded of the driver and of the device.
+    /// Calls, and CUPTI's records of driver and device.
     Cupti,
 }
 
@@ -31,18 +32,18 @@ pub struct Operand {
     pub dtype: DType,
 }
 
-/// Copies or fills, together.
+/// Copies or fills.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copies {
-    /// How many.
+    /// Count.
     pub count: u64,
     /// Bytes written.
     pub bytes: u64,
-    /// Time that the device took, where it is known.
+    /// Device time, if known.
     pub time: Option<Duration>,
 }
 
-/// What was done for an operation, or for a whole region. `None` is unknown, never zero.
+/// Work of an operation, or of a whole region. `None` is unknown, never zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
     /// Kernels launched.
@@ -59,141 +60,142 @@ pub struct Work {
     pub between_devices: Option<Copies>,
     /// Fills of device memory.
     pub memsets: Option<Copies>,
-    /// Calls that wait for the device: for a stream, an event or all of it.
+    /// Waits for a stream, an event, or the device.
     pub synchronisations: Option<u64>,
-    /// Allocations of device memory that reached the driver.
+    /// Allocations of device memory by the driver.
     pub allocations: Option<u64>,
-    /// Releases of device memory that reached the driver.
+    /// Frees of device memory by the driver.
     pub frees: Option<u64>,
-    /// Allocations of pinned host memory that reached the driver.
+    /// Allocations of pinned host memory by the driver.
     pub host_allocations: Option<u64>,
 }
 
-/// The calls of one operation in one part of a model, with inputs of the same shapes.
+/// The calls of one operation in one part of a model, with equal input shapes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpReport {
-    /// The part of the model, empty outside of any; see [`part`](super::part).
+    /// The part of the model; empty outside of any, see [`part`](super::part).
     pub part: &'static str,
     /// Its name.
     pub name: &'static str,
     /// Shape and dtype of its inputs.
     pub inputs: Vec<Operand>,
-    /// How often it was called.
+    /// Number of calls.
     pub calls: u64,
-    /// Bytes that all calls together have to move between processor and memory, at least; zero where it does not tell.
+    /// Minimum bytes moved by all calls; zero if not described.
     pub bytes: u64,
-    /// Multiplications and additions of the matrix products of all calls.
+    /// FLOP of the matrix products of all calls.
     pub flops: u64,
-    /// Time of the host in it, and not in another operation that it called; `None` with [`Source::Calls`].
+    /// Host time in it, without operations that it called; `None` with [`Source::Calls`].
     pub host_time: Option<Duration>,
-    /// What was done within it, and not within another operation that it called.
+    /// Work in it, without operations that it called.
     pub work: Work,
-    /// The kernels of that, longest first, where they are known.
+    /// The kernels of that work, longest first, if known.
     pub kernels: Vec<KernelReport>,
 }
 
-/// Copies that their callers told of.
+/// Copies reported by callers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfers {
-    /// The part of the model, empty outside of any.
+    /// The part of the model; empty outside of any.
     pub part: &'static str,
-    /// The operation, empty outside of any.
+    /// The operation; empty outside of any.
     pub op: &'static str,
     /// How many.
     pub count: u64,
-    /// Bytes of all of them.
+    /// Total bytes.
     pub bytes: u64,
 }
 
-/// Something that took its time, counted from the recording's start.
+/// A time span, relative to the start of the recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// The operation that it was for: its place in [`Report::ops`].
+    /// Its operation, an index of [`Report::ops`].
     pub op: Option<usize>,
-    /// What it was, where that is not the operation itself.
+    /// Its name, unless it is the operation itself.
     pub name: String,
-    /// When it began.
+    /// Start.
     pub start: Duration,
-    /// When it was over.
+    /// End.
     pub end: Duration,
 }
 
-/// A call of the driver.
+/// A driver call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DriverCall {
-    /// What for: launch, copy, wait, allocation, free.
+    /// Its kind: launch, copy, wait, allocation, free.
     pub kind: &'static str,
-    /// The operation that it was for: its place in [`Report::ops`].
+    /// Its operation, an index of [`Report::ops`].
     pub op: Option<usize>,
-    /// When it began.
+    /// Start.
     pub start: Duration,
-    /// When it was over.
+    /// End.
     pub end: Duration,
 }
 
-/// What the device and the driver did when.
+/// The timeline of device and driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Timeline {
-    /// Kernels, copies and fills of the device.
+    /// Kernels, copies and fills on the device.
     pub device: Vec<Span>,
-    /// Calls of the driver, by the host.
+    /// Driver calls on the host.
     pub driver: Vec<DriverCall>,
 }
 
 /// The launches of one kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelReport {
-    /// Its name, as the driver has it.
+    /// Its name in the driver.
     pub name: String,
-    /// How often it ran.
+    /// Number of launches.
     pub launches: u64,
-    /// Its device time, all launches together.
+    /// Total device time.
     pub time: Option<Duration>,
 }
 
-/// Calls of an operation that had no kernel and ran the reference on a device.
+/// Calls of an operation that ran its reference on a device for lack of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fallback {
     /// The operation.
     pub op: &'static str,
     /// The device.
     pub device: String,
-    /// Why.
+    /// The reason.
     pub reason: String,
-    /// How often.
+    /// Number of calls.
     pub count: u64,
 }
 
-/// What a recording found.
+/// The report of a recording.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// Where the figures come from.
+    /// Source of the times.
     pub source: Source,
     /// The device.
     pub device: String,
-    /// From the end of the wait before the region to the end of the wait after it, by the host's clock.
+    /// Host time from the wait before the region to the wait after it.
     pub elapsed: Duration,
-    /// Operations, in the order of their first calls, on whichever device they ran.
+    /// Operations on all devices, in order of their first calls.
     pub ops: Vec<OpReport>,
-    /// What was done on the device outside any operation.
+    /// Device work outside of operations.
     pub outside: Work,
-    /// The kernels of that, longest first, where they are known.
+    /// The kernels of that work, longest first, if known.
     pub kernels_outside: Vec<KernelReport>,
-    /// All that was done on the device, counted without regard to operations.
+    /// All device work.
     pub total: Work,
-    /// Kernels by device time, longest first, where they are known.
+    /// Kernels by device time, longest first, if known.
     pub kernels: Option<Vec<KernelReport>>,
-    /// References run for want of a kernel.
+    /// References run for lack of a kernel.
     pub fallbacks: Vec<Fallback>,
-    /// What callers of [`uploaded`](super::uploaded) told; whatever was uploaded elsewhere is not in it.
+    /// Copies reported to [`uploaded`](super::uploaded); others are missing.
     pub uploads: Vec<Transfers>,
-    /// What callers of [`read_back`](super::read_back) told; whatever was read elsewhere is not in it.
+    /// Copies reported to [`read_back`](super::read_back); others are missing.
     pub reads: Vec<Transfers>,
-    /// What callers of [`waited_beside`](super::waited_beside) told: so many of the waits for the device did not leave it without work.
-    pub waits_beside: u64,
-    /// Calls of operations by the host's clock, in the order in which they were over.
+    /// Waits reported to [`waited_while_busy`](super::waited_while_busy): they did not leave the
+    /// device without work.
+    pub waits_while_busy: u64,
+    /// Operation calls by the host's clock, in the order of their ends.
     pub spans: Vec<Span>,
-    /// What the device did when, where that is known.
+    /// The device's timeline, if known.
     pub timeline: Option<Timeline>,
 }
 
@@ -210,7 +212,7 @@ impl Operand {
 }
 
 impl Work {
-    /// Nothing done, and known to be so.
+    /// No work, and known to be none.
     pub fn none() -> Self {
         let copies = Some(Copies { time: Some(Duration::ZERO), ..Copies::default() });
         Self {
@@ -228,8 +230,8 @@ impl Work {
         }
     }
 
-    /// Time of the device on kernels, copies and fills, where all of it is known. Kernels of several streams may run
-    /// at once, so that it can exceed the time elapsed.
+    /// Device time of kernels, copies and fills, if completely known. Kernels of several streams
+    /// may overlap, so it can exceed the elapsed time.
     pub fn device_time(&self) -> Option<Duration> {
         let copies = [self.to_device, self.to_host, self.on_device, self.between_devices, self.memsets];
         copies.into_iter().try_fold(self.kernel_time?, |sum, copies| Some(sum + copies?.time?))
@@ -267,17 +269,18 @@ impl AddAssign for Work {
 }
 
 impl Report {
-    /// The operation of this name, if it was called; the first, where it was with inputs of several shapes.
+    /// The operation of this name, if it was called; the first one, if there are several input
+    /// shapes.
     pub fn op(&self, name: &str) -> Option<&OpReport> {
         self.ops.iter().find(|op| op.name == name)
     }
 
-    /// How often the operation of this name was called, whatever its inputs.
+    /// Number of calls of this operation, with any inputs.
     pub fn calls(&self, name: &str) -> u64 {
         self.ops.iter().filter(|op| op.name == name).map(|op| op.calls).sum()
     }
 
-    /// The report as one JSON object: times in nanoseconds, `null` where unknown.
+    /// The report as a JSON object: times in nanoseconds, `null` if unknown.
     pub fn to_json(&self) -> String {
         let source = match self.source {
             Source::Calls => "calls",
@@ -304,7 +307,7 @@ impl Report {
             list(&self.fallbacks, fallback),
             list(&self.uploads, transfers),
             list(&self.reads, transfers),
-            self.waits_beside,
+            self.waits_while_busy,
         )
     }
 }
@@ -442,7 +445,7 @@ impl Display for Report {
         )?;
         for (what, transfers) in [("uploads", &self.uploads), ("reads", &self.reads)] {
             for Transfers { part, op, count, bytes: moved } in transfers {
-                writeln!(f, "told of {what}: {count}, {} by {part} {op}", bytes(*moved))?;
+                writeln!(f, "{what}: {count}, {} by {part} {op}", bytes(*moved))?;
             }
         }
 
@@ -519,7 +522,7 @@ mod tests {
             fallbacks: vec![Fallback { op: "rotary", device: "d".into(), reason: "a\nb".into(), count: 2 }],
             uploads: Vec::new(),
             reads: vec![Transfers { part: "head", op: "", count: 1, bytes: 4 }],
-            waits_beside: 3,
+            waits_while_busy: 3,
             spans: Vec::new(),
             timeline: None,
         }

@@ -1,14 +1,14 @@
-//! Ties what the driver and the device did to the operations that asked for it.
+//! Assigns work of driver and device to operations.
 //!
-//! Three things come in: which operation is open on which stream of CubeCL, the calls of the driver with the stream
-//! that each was made for, and the device's records. A call and the records of what it started share a correlation id.
+//! Its inputs are the open operation of each CubeCL stream, driver calls with their streams, and
+//! device records. A driver call and the records of its work share a correlation id.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use super::{Copies, DriverCall, KernelReport, Span, Timeline, Trace, Work};
 
-/// What a device's record tells.
+/// A device record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Activity<'a> {
     Kernel { name: &'a str },
@@ -16,19 +16,19 @@ pub(crate) enum Activity<'a> {
     Memset { bytes: u64 },
 }
 
-/// Where a copy went.
+/// Direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     ToDevice,
     ToHost,
     OnDevice,
     BetweenDevices,
-    /// Between host and host, which concerns no device.
+    /// From host to host, which does not involve the device.
     OnHost,
     Unknown,
 }
 
-/// What a call of the driver is for.
+/// Kind of a driver call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     Launch,
@@ -38,12 +38,12 @@ pub(crate) enum Call {
     Wait,
     Allocation,
     Free,
-    /// Takes pinned memory of the host.
+    /// Allocates pinned host memory.
     HostAllocation,
 }
 
 impl Call {
-    /// What it is called in a report.
+    /// Its name in a report.
     fn name(self) -> &'static str {
         match self {
             Self::Launch => "launch",
@@ -55,7 +55,7 @@ impl Call {
         }
     }
 
-    /// By the driver's name of the function; versions and variants of a function end its name.
+    /// From the driver's function name; versions and variants are suffixes.
     pub(crate) fn of(function: &str) -> Option<Self> {
         const CALLS: [(&str, Option<Call>); 15] = [
             ("cuLaunchHostFunc", None),
@@ -78,7 +78,7 @@ impl Call {
     }
 }
 
-/// Figures of one operation, as they come in.
+/// Figures of one operation, as they accumulate.
 #[derive(Default)]
 struct Tally {
     kernels: Timed,
@@ -107,20 +107,20 @@ struct Launch {
 /// Collects one recording.
 #[derive(Default)]
 pub(crate) struct Tracer {
-    /// Operations open on each stream, innermost last.
+    /// Open operations per stream, innermost last.
     open: HashMap<u64, Vec<u32>>,
-    /// The operation of each call that gave the device work, by correlation id.
+    /// The operation of each driver call with device work, by correlation id.
     calls: HashMap<u32, Option<u32>>,
-    /// Those of them that launch kernels.
+    /// Those that launch kernels.
     launches: HashMap<u32, Launch>,
     ops: HashMap<Option<u32>, Tally>,
     total: Tally,
     kernels: HashMap<Option<u32>, HashMap<String, Timed>>,
     unknown_direction: bool,
-    /// CUPTI's time, in nanoseconds, at which the recording started.
+    /// Start of the recording in CUPTI's time, in nanoseconds.
     origin: u64,
     timeline: Timeline,
-    /// Driver calls that are not over, by correlation id: their places in the timeline.
+    /// Open driver calls by correlation id: their indices in the timeline.
     begun: HashMap<u32, usize>,
 }
 
@@ -156,7 +156,7 @@ fn longest_first(kernels: HashMap<String, Timed>) -> Vec<KernelReport> {
 }
 
 impl Tracer {
-    /// A tracer of a recording that starts at this time of CUPTI's, in nanoseconds.
+    /// A tracer of a recording that starts at this CUPTI time, in nanoseconds.
     pub(crate) fn new(origin: u64) -> Self {
         Self { origin, ..Self::default() }
     }
@@ -165,7 +165,7 @@ impl Tracer {
         Duration::from_nanos(time.saturating_sub(self.origin))
     }
 
-    /// A call of the driver begins.
+    /// A driver call starts.
     pub(crate) fn call_begins(&mut self, stream: u64, call: Call, correlation: u32, time: u64) {
         self.call(stream, call, correlation);
         let start = self.since_start(time);
@@ -174,7 +174,7 @@ impl Tracer {
         self.timeline.driver.push(DriverCall { kind: call.name(), op, start, end: start });
     }
 
-    /// It is over.
+    /// It ends.
     pub(crate) fn call_ends(&mut self, correlation: u32, time: u64) {
         let end = self.since_start(time);
         if let Some(at) = self.begun.remove(&correlation) {
@@ -182,7 +182,7 @@ impl Tracer {
         }
     }
 
-    /// The device did this from one time to the other, zeros where these are unknown.
+    /// A device record with its times; zeros if unknown.
     pub(crate) fn device_did(&mut self, correlation: u32, activity: Activity<'_>, start: u64, end: u64) {
         let known = start > 0 && end >= start;
         self.activity(correlation, activity, known.then(|| Duration::from_nanos(end - start)));
@@ -204,17 +204,17 @@ impl Tracer {
         self.open.get(&stream).and_then(|open| open.last().copied())
     }
 
-    /// From here on, what is called for `stream` is of operation `op`.
+    /// Calls for `stream` from here on belong to operation `op`.
     pub(crate) fn enter(&mut self, stream: u64, op: u32) {
         self.open.entry(stream).or_default().push(op);
     }
 
-    /// The innermost operation of `stream` is over.
+    /// The innermost operation of `stream` ends.
     pub(crate) fn leave(&mut self, stream: u64) {
         self.open.entry(stream).or_default().pop();
     }
 
-    /// The driver was called for `stream`.
+    /// A driver call for `stream`.
     pub(crate) fn call(&mut self, stream: u64, call: Call, correlation: u32) {
         let op = self.op_of(stream);
         for tally in [&mut self.total, self.ops.entry(op).or_default()] {
@@ -234,7 +234,7 @@ impl Tracer {
         }
     }
 
-    /// The device did this for the call of that correlation id.
+    /// A device record for the driver call of that correlation id.
     pub(crate) fn activity(&mut self, correlation: u32, activity: Activity<'_>, time: Option<Duration>) {
         let op = self.calls.get(&correlation).copied().flatten();
         let (slot, bytes): (fn(&mut Tally) -> &mut Timed, u64) = match activity {
@@ -269,8 +269,8 @@ impl Tracer {
         slot(self.ops.entry(op).or_default()).add(bytes, time);
     }
 
-    /// What was collected. Where CUPTI dropped records, or sent some that cannot be told apart, the figures that they
-    /// belong to are unknown; so is the device time of a launch without a record.
+    /// The collected records. If CUPTI dropped records or sent ambiguous ones, the affected figures
+    /// are unknown; so is the device time of a launch without a record.
     pub(crate) fn finish(mut self, dropped: bool) -> Trace {
         for launch in self.launches.values().filter(|launch| !launch.recorded) {
             self.total.kernels.add(0, None);
@@ -340,7 +340,7 @@ mod tests {
         call(&mut tracer, 7, "cuLaunchKernel", 2);
         tracer.enter(7, LINEAR);
         call(&mut tracer, 7, "cuLaunchKernelEx", 3);
-        // Another thread is in no operation.
+        // Another thread has no open operation.
         call(&mut tracer, 8, "cuLaunchKernel", 4);
         tracer.leave(7);
         call(&mut tracer, 7, "cuMemcpyHtoDAsync_v2", 5);
@@ -387,7 +387,7 @@ mod tests {
             timeline.device.iter().map(|span| (span.op, &*span.name, (span.start, span.end))).collect();
         assert_eq!(device, [(None, "fill", at(0, 20)), (Some(0), "late", at(60, 90))]);
         let driver: Vec<_> = timeline.driver.iter().map(|call| (call.kind, call.op, (call.start, call.end))).collect();
-        // The second was not over.
+        // The second call did not end.
         assert_eq!(driver, [("launch", Some(0), at(10, 30)), ("wait", None, at(40, 40))]);
         let kernels = &trace.kernels_of[&Some(NORM)];
         assert_eq!(

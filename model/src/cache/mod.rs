@@ -1,4 +1,4 @@
-//! Keys and values of the tokens a model has read.
+//! The paged KV cache.
 
 mod pages;
 
@@ -10,57 +10,57 @@ use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, PackedHeads, StepDraw,
-    StepsAhead, decode_step,
+    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, MultiStep, PackedHeads,
+    StepDraw, decode_step,
 };
 
 use self::pages::Pages;
 use crate::config::TransformerConfig;
 
-/// Tokens of a page, but for models of a shorter context.
+/// Tokens per page, except for models with a shorter context.
 pub const PAGE_TOKENS: usize = 64;
 
-/// Which weights operations read: a number that no others have.
+/// The identity of a set of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Weights(u64);
 
 impl Weights {
-    /// Others than all before.
+    /// A new identity.
     pub(crate) fn new() -> Self {
         static WEIGHTS: AtomicU64 = AtomicU64::new(0);
         Self(WEIGHTS.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// A row of a [`Cache`]: the tokens of one text.
+/// A row of a [`Cache`]: the tokens of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RowId(u64);
 
-/// There are no pages left for a row.
+/// The cache has too few free pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the cache is full: {wanted} pages are wanted, {left} are left")]
 pub struct CacheFull {
-    /// Pages that the row needs.
+    /// Pages needed.
     pub wanted: usize,
-    /// Pages that no row has.
+    /// Free pages.
     pub left: usize,
 }
 
-/// The keys and values of every layer, in pages that rows take as they grow. Rows come and go, and those that begin with the
-/// same tokens share the pages of these.
+/// The keys and values of every layer, in pages that are allocated to rows as they grow. Rows with
+/// a common prefix share its pages.
 #[derive(Debug)]
 pub struct Cache<B: Backend> {
     pub(crate) layers: Vec<LayerCache<B>>,
-    /// The weights that its keys and values were computed with.
+    /// The weights used to compute its keys and values.
     weights: Weights,
     pages: Pages,
     page_tokens: usize,
     rows: HashMap<RowId, Row>,
     window: Option<usize>,
     context_length: usize,
-    /// The rows of the last pass, and where their last tokens stand.
+    /// The rows of the last pass, and the positions of their last tokens.
     last: Option<(Vec<RowId>, CachedTokens<B>)>,
-    /// What whole decode steps need, where the backend has them.
+    /// The plan of fused decode steps, if the backend supports them.
     plan: Option<DecodePlan<B>>,
     device: B::Device,
 }
@@ -79,7 +79,7 @@ impl<B: Backend> Cache<B> {
         dtype: CacheDType,
         device: &B::Device,
     ) -> Self {
-        // A model of a short context needs no large pages.
+        // A short context needs no large pages.
         let page_tokens = PAGE_TOKENS.min(config.context_length.next_power_of_two());
         let pages = tokens.div_ceil(page_tokens).max(1);
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
@@ -98,76 +98,76 @@ impl<B: Backend> Cache<B> {
         }
     }
 
-    /// Panics unless it was made by a model of these weights.
+    /// Panics unless it was computed with these weights.
     pub(crate) fn assert_of(&self, weights: Weights) {
         assert!(
             self.weights == weights,
-            "a cache of another model, or of other weights: make one with `Transformer::cache`"
+            "the cache belongs to another model or other weights: make one with `Transformer::cache`"
         );
     }
 
-    /// Tokens of a page.
+    /// Tokens per page.
     pub fn page_tokens(&self) -> usize {
         self.page_tokens
     }
 
-    /// All pages, and those that no row has.
+    /// Total and free pages.
     pub fn pages(&self) -> (usize, usize) {
-        (self.pages.count(), self.pages.left())
+        (self.pages.count(), self.pages.available())
     }
 
-    /// A new row without tokens.
+    /// A new, empty row.
     pub fn add_row(&mut self) -> RowId {
         self.add(Row::default())
     }
 
-    /// A new row that begins with those of `tokens` that the cache has, up to a page's end and all but one at the most: see
-    /// [`length`](Self::length).
-    pub fn add_row_of(&mut self, tokens: &[u32]) -> RowId {
+    /// A new row with the longest prefix of `tokens` in the cache: whole pages, and all but one
+    /// token at most. See [`length`](Self::length).
+    pub fn add_row_with_prefix(&mut self, tokens: &[u32]) -> RowId {
         let pages = self.pages.shared(tokens);
         let length = pages.len() * self.page_tokens;
         self.add(Row { pages: pages.into(), length })
     }
 
     fn add(&mut self, row: Row) -> RowId {
-        // Of all caches, so that no other one takes it for one of its own.
+        // Unique across caches, so that no cache takes a foreign row for its own.
         static ROWS: AtomicU64 = AtomicU64::new(0);
         let id = RowId(ROWS.fetch_add(1, Ordering::Relaxed));
         self.rows.insert(id, row);
         id
     }
 
-    /// Gives up a row, if it is there; its pages are free for others.
+    /// Removes a row, if it exists, and frees its pages.
     pub fn remove_row(&mut self, row: RowId) {
         if let Some(row) = self.rows.remove(&row) {
-            self.pages.let_go(&row.pages);
+            self.pages.free_pages(&row.pages);
         }
     }
 
-    /// Tokens of a row; none where there is no such row.
+    /// Tokens of a row; 0 if it does not exist.
     pub fn length(&self, row: RowId) -> usize {
         self.rows.get(&row).map_or(0, |row| row.length)
     }
 
-    /// Pages that a row has.
+    /// Number of pages of a row.
     pub fn pages_of(&self, row: RowId) -> usize {
         self.rows.get(&row).map_or(0, |row| row.pages.len())
     }
 
-    /// Takes pages for `tokens` more tokens of a row, so that passes need not.
+    /// Allocates pages for `tokens` more tokens of a row ahead of the passes that need them.
     ///
     /// # Errors
-    /// If too few are left. None is taken then.
+    /// If too few pages are free; none is allocated then.
     ///
     /// # Panics
-    /// If there is no such row.
+    /// If the row does not exist.
     pub fn reserve(&mut self, row: RowId, tokens: usize) -> Result<(), CacheFull> {
         let row = self.rows.get_mut(&row).expect("a row of the cache");
         let wanted = row.length.saturating_add(tokens).div_ceil(self.page_tokens).saturating_sub(row.pages.len());
         if wanted == 0 {
             return Ok(());
         }
-        let left = self.pages.left();
+        let left = self.pages.available();
         if wanted > left {
             return Err(CacheFull { wanted, left });
         }
@@ -175,29 +175,31 @@ impl<B: Backend> Cache<B> {
         Ok(())
     }
 
-    /// Gives up the pages of a row that neither its tokens need nor `tokens` more.
+    /// Frees the pages of a row beyond its tokens and `tokens` more.
     pub fn release(&mut self, row: RowId, tokens: usize) {
         if let Some(row) = self.rows.get_mut(&row) {
             let used = row.length.saturating_add(tokens).div_ceil(self.page_tokens);
             let (used, behind) = row.pages.split_at(used.min(row.pages.len()));
-            self.pages.let_go(behind);
+            self.pages.free_pages(behind);
             row.pages = used.into();
         }
     }
 
-    /// Makes it known that a row begins with `tokens`, so that others may share the pages that these fill. Tokens that it does
-    /// not have are left out. A token that ended the text in [`tokens_ahead`](crate::Transformer::tokens_ahead) is not to be
-    /// among them: its keys need not be there.
-    pub fn make_known(&mut self, row: RowId, tokens: &[u32]) {
+    /// Registers that a row begins with `tokens`, so that other rows can share its full pages.
+    /// Ignores tokens beyond the row's length. A stop token at the end of a
+    /// [`decode_multi_step`](crate::Transformer::decode_multi_step) must not be included: its keys
+    /// may be missing.
+    pub fn share_prefix(&mut self, row: RowId, tokens: &[u32]) {
         if let Some(row) = self.rows.get(&row) {
-            self.pages.make_known(&row.pages, &tokens[..tokens.len().min(row.length)]);
+            self.pages.share_prefix(&row.pages, &tokens[..tokens.len().min(row.length)]);
         }
     }
 
-    /// Where new tokens of rows stand, of each row as many as are said beside it.
+    /// The positions of the next tokens of rows, given with their counts.
     ///
     /// # Panics
-    /// If a row is not there, twice, or longer than the model's context then, or there are no pages for it: reserve them.
+    /// If a row does not exist, is listed twice, would exceed the model's context, or lacks pages:
+    /// reserve them.
     pub(crate) fn begin(&mut self, rows: &[(RowId, usize)]) -> CachedTokens<B> {
         let cached = |(id, tokens): &(RowId, usize)| {
             let reserved = self.reserve(*id, *tokens);
@@ -217,7 +219,7 @@ impl<B: Backend> Cache<B> {
             old.rows().iter().zip(&cached).all(one_more)
         };
         let at = match &self.last {
-            // Nothing goes to the device.
+            // Sends nothing to the device.
             Some((last, at)) if *last == ids && follows(at) => at.next(cached),
             _ => CachedTokens::new(cached, self.window, &self.device),
         };
@@ -225,28 +227,29 @@ impl<B: Backend> Cache<B> {
         at
     }
 
-    /// With what [`whole_step`](Self::whole_step) needs, where the backend has such an operation for the model. What the backend has to say of it
-    /// does not come between a text's tokens.
+    /// Prepares [`whole_step`](Self::whole_step), if the backend supports the model; backend notes
+    /// are printed now, not during generation.
     pub(crate) fn planned(mut self, plan: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>) -> Self {
         self.plan = plan(&self.layers).ok();
         self
     }
 
-    /// Whether so many rows, which draw or not, may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead).
-    pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
-        self.plan.as_ref().is_some_and(|plan| plan.goes_ahead(rows, draws))
+    /// Whether [`decode_multi_step`](crate::Transformer::decode_multi_step) supports this many
+    /// rows, which sample or not.
+    pub fn supports_multi_step(&self, rows: usize, draws: bool) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.supports_multi_step(rows, draws))
     }
 
-    /// Whether one operation reads a token more of each of so many rows.
+    /// Whether a fused decode step supports this many rows.
     pub(crate) fn takes_whole_step(&self, rows: usize) -> bool {
         self.plan.as_ref().is_some_and(|plan| (1..=plan.rows()).contains(&rows))
     }
 
-    /// Tokens more of each of these rows that one operation reads, `most` at the most, with pages for them: one, but where there is a
-    /// plan for more.
+    /// Number of decode steps to run at once for these rows, at most `most`, with pages reserved;
+    /// one unless the plan supports more.
     ///
     /// # Panics
-    /// If a row is not there.
+    /// If a row does not exist.
     pub(crate) fn whole_steps(&mut self, rows: &[RowId], draws: bool, most: usize) -> usize {
         let Some(plan) = &self.plan else { return 1 };
         let keys = rows.iter().map(|row| self.length(*row) + 1);
@@ -257,13 +260,13 @@ impl<B: Backend> Cache<B> {
         if reserved { steps } else { 1 }
     }
 
-    /// What follows from one token more of each row, and steps `ahead`, in one operation, where there is a plan for it.
+    /// Runs one or several fused decode steps, if there is a plan for them.
     pub(crate) fn whole_step(
         &mut self,
         tokens: &Tensor<B, 1, Int>,
         at: &CachedTokens<B>,
         draw: Option<StepDraw<'_, B>>,
-        ahead: StepsAhead<'_, B>,
+        ahead: MultiStep<'_, B>,
     ) -> Option<Decoded<B>> {
         if !self.takes_whole_step(at.rows().len()) {
             return None;
@@ -278,7 +281,7 @@ impl<B: Backend> Cache<B> {
         Some(decoded)
     }
 
-    /// Counts the tokens that a pass has written.
+    /// Adds the tokens of a pass to the rows' lengths.
     pub(crate) fn advance(&mut self, rows: &[(RowId, usize)]) {
         for (id, tokens) in rows {
             if let Some(row) = self.rows.get_mut(id) {
@@ -287,21 +290,21 @@ impl<B: Backend> Cache<B> {
         }
     }
 
-    /// Takes the last passes, which were of some of these rows each, for one of all of them.
+    /// Treats the last passes, over disjoint subsets of these rows, as one pass over all of them.
     ///
     /// # Panics
-    /// If a row is not there, or twice, or has no tokens.
-    pub(crate) fn pass_was_of(&mut self, rows: Vec<RowId>) {
+    /// If a row does not exist, is listed twice, or is empty.
+    pub(crate) fn join_passes(&mut self, rows: Vec<RowId>) {
         assert_once(&rows);
         let last = |id: &RowId| CachedRow { pages: self.rows[id].pages.clone(), tokens: 1, keys: self.rows[id].length };
         let at = CachedTokens::new(rows.iter().map(last).collect(), self.window, &self.device);
         self.last = Some((rows, at));
     }
 
-    /// Where the last token of each row of the last pass stands, `[rows]`.
+    /// Positions of the last tokens of the last pass, `[rows]`.
     ///
     /// # Panics
-    /// If there was none.
+    /// If there was no pass.
     pub fn last_positions(&self) -> Tensor<B, 1, Int> {
         let (_, at) = self.last.as_ref().expect("a pass that wrote into the cache");
         at.positions().clone().reshape([at.rows().len()])
@@ -311,5 +314,5 @@ impl<B: Backend> Cache<B> {
 fn assert_once(rows: &[RowId]) {
     let mut sorted = rows.to_vec();
     sorted.sort_unstable();
-    assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is there once");
+    assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is listed twice");
 }

@@ -1,8 +1,8 @@
-//! Which pages of a cache are taken, and which hold what a row may begin with. All on the host.
+//! Page allocation and prefix sharing, on the host.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// The tokens of a full page behind those of another, or of none: what all pages of a row before it hold follows from that.
+/// The tokens of a full page, and the prefix before it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Prefix {
     before: Option<u64>,
@@ -12,26 +12,26 @@ struct Prefix {
 /// A page.
 #[derive(Debug, Default)]
 struct Page {
-    /// Rows that it is one of the pages of.
+    /// Number of rows that use it.
     rows: u32,
-    /// The number that its prefix was given, and that prefix, once its tokens are known.
+    /// Its prefix with its id, once registered.
     known: Option<(u64, Prefix)>,
-    /// When it was last let go.
-    let_go: u64,
+    /// When it was last freed.
+    freed_at: u64,
 }
 
-/// The pages of a cache. A page that no row has any more keeps its tokens, if they are known, until it is needed: those that
-/// were let go first are taken first.
+/// The pages of a cache. A free page keeps its registered prefix until it is needed; the least
+/// recently freed page is reused first.
 #[derive(Debug)]
 pub(super) struct Pages {
     page_tokens: usize,
     pages: Vec<Page>,
-    /// Pages of no row and no known tokens.
+    /// Free pages without prefix.
     free: Vec<u32>,
-    /// Pages of no row and known tokens, by when they were let go.
+    /// Free pages with a prefix, by the time they were freed.
     idle: BTreeMap<u64, u32>,
     by_prefix: HashMap<Prefix, u32>,
-    /// How many prefixes were given a number, and how often a page was let go.
+    /// Counters of prefix ids, and of freed pages.
     numbers: u64,
     moments: u64,
 }
@@ -49,8 +49,8 @@ impl Pages {
         }
     }
 
-    /// Pages that are there for the taking.
-    pub(super) fn left(&self) -> usize {
+    /// Number of free pages.
+    pub(super) fn available(&self) -> usize {
         self.free.len() + self.idle.len()
     }
 
@@ -58,7 +58,7 @@ impl Pages {
         self.pages.len()
     }
 
-    /// A page for a row, if any is left.
+    /// Allocates a page, if any is free.
     pub(super) fn take(&mut self) -> Option<u32> {
         let page = self.free.pop().or_else(|| {
             let (_, page) = self.idle.pop_first()?;
@@ -69,23 +69,23 @@ impl Pages {
         Some(page)
     }
 
-    /// Makes a page one of another row's.
+    /// Adds a user to a page.
     fn share(&mut self, page: u32) {
         let held = &mut self.pages[page as usize];
         if held.rows == 0 {
-            self.idle.remove(&held.let_go);
+            self.idle.remove(&held.freed_at);
         }
         held.rows += 1;
     }
 
-    /// A row has no use for its pages any more; the last ones go first.
-    pub(super) fn let_go(&mut self, pages: &[u32]) {
+    /// Removes a user from pages, last page first.
+    pub(super) fn free_pages(&mut self, pages: &[u32]) {
         for page in pages.iter().rev() {
             let held = &mut self.pages[*page as usize];
             held.rows -= 1;
             if held.rows == 0 {
                 self.moments += 1;
-                held.let_go = self.moments;
+                held.freed_at = self.moments;
                 match held.known {
                     Some(_) => drop(self.idle.insert(self.moments, *page)),
                     None => self.free.push(*page),
@@ -94,7 +94,7 @@ impl Pages {
         }
     }
 
-    /// Makes the pages that hold the beginning of `tokens` another row's, all but one token at the most.
+    /// Shares the pages with the longest registered prefix of `tokens`, all but one token at most.
     pub(super) fn shared(&mut self, tokens: &[u32]) -> Vec<u32> {
         let mut found = Vec::new();
         let mut before = None;
@@ -108,16 +108,16 @@ impl Pages {
         found
     }
 
-    /// Makes it known that a row's pages hold `tokens`, so that others may share those that are full.
-    pub(super) fn make_known(&mut self, pages: &[u32], tokens: &[u32]) {
+    /// Registers the tokens of a row's full pages, for sharing.
+    pub(super) fn share_prefix(&mut self, pages: &[u32], tokens: &[u32]) {
         let mut before = None;
         for (page, tokens) in pages.iter().zip(tokens.chunks_exact(self.page_tokens)) {
             let prefix = Prefix { before, tokens: tokens.into() };
             let known = match self.by_prefix.get(&prefix) {
                 Some(known) => *known,
                 None => {
-                    // A page has one prefix. Its own may have become another: where the page before it was another row's,
-                    // which is gone.
+                    // Update the page's prefix. It may have changed: when the page before it
+                    // belonged to another row that is gone.
                     self.forget(*page);
                     self.numbers += 1;
                     self.by_prefix.insert(prefix.clone(), *page);
@@ -145,29 +145,29 @@ mod tests {
         let mut pages = Pages::new(8, 4);
         let tokens: Vec<u32> = (0..11).collect();
         let first: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
-        pages.make_known(&first, &tokens);
+        pages.share_prefix(&first, &tokens);
         assert_eq!(pages.shared(&tokens), first[..2]);
-        // One token at least is read again: it is what the row goes on from.
+        // At least one token is computed again: the next one is predicted from it.
         assert_eq!(pages.shared(&tokens[..8]), first[..1]);
         assert!(pages.shared(&tokens[..4]).is_empty());
-        // The second page follows from the first.
+        // The second page depends on the first.
         let other: Vec<u32> = [9, 9, 9, 9].iter().chain(&tokens[4..]).copied().collect();
         assert!(pages.shared(&other).is_empty());
-        assert_eq!(pages.left(), 5);
+        assert_eq!(pages.available(), 5);
     }
 
     #[test]
     fn known_pages_stay_until_they_are_needed_the_end_of_a_text_first() {
         let mut pages = Pages::new(3, 2);
         let row: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
-        pages.make_known(&row, &[1, 2, 3, 4, 5, 6]);
+        pages.share_prefix(&row, &[1, 2, 3, 4, 5, 6]);
         assert_eq!(pages.take(), None);
-        pages.let_go(&row);
-        assert_eq!(pages.left(), 3);
+        pages.free_pages(&row);
+        assert_eq!(pages.available(), 3);
         assert_eq!(pages.take(), Some(row[2]));
         assert_eq!(pages.shared(&[1, 2, 3, 4, 5, 6, 7]), row[..2]);
-        assert_eq!(pages.left(), 0);
-        pages.let_go(&row[..2]);
+        assert_eq!(pages.available(), 0);
+        pages.free_pages(&row[..2]);
         assert_eq!(pages.take(), Some(row[1]));
         assert_eq!(pages.shared(&[1, 2, 3, 4, 5]), row[..1]);
     }
@@ -177,20 +177,20 @@ mod tests {
         let mut pages = Pages::new(4, 1);
         let take =
             |pages: &mut Pages, count: usize| (0..count).map(|_| pages.take().expect("a page")).collect::<Vec<u32>>();
-        // Two rows read the same tokens at the same time; the page of the first one is known.
+        // Two rows compute the same tokens at the same time; the first row's page is registered.
         let (first, second) = (take(&mut pages, 1), take(&mut pages, 2));
-        pages.make_known(&first, &[1]);
-        pages.make_known(&second, &[1, 2]);
-        pages.let_go(&first);
-        // The pages that are left are needed, and the first row's is forgotten.
+        pages.share_prefix(&first, &[1]);
+        pages.share_prefix(&second, &[1, 2]);
+        pages.free_pages(&first);
+        // The remaining pages are needed, and the first row's page is reused.
         let others = take(&mut pages, 2);
-        pages.make_known(&second, &[1, 2]);
-        pages.let_go(&second);
+        pages.share_prefix(&second, &[1, 2]);
+        pages.free_pages(&second);
         assert_eq!(take(&mut pages, 2).len(), 2);
         assert!(pages.shared(&[1, 2, 3]).is_empty(), "pages that were taken hold other tokens");
-        assert_eq!(pages.left(), 0);
-        pages.let_go(&others);
-        assert_eq!(pages.left(), 2);
+        assert_eq!(pages.available(), 0);
+        pages.free_pages(&others);
+        assert_eq!(pages.available(), 2);
     }
 
     #[test]
@@ -211,14 +211,15 @@ mod tests {
                     None => break,
                 }
             }
-            // What a row has is known in part, and later, when others have come and gone, the whole of it.
-            pages.make_known(&row, &tokens[..tokens.len().min(next(40) as usize)]);
+            // Registers a part of a row's tokens now, and all of them after other rows have come
+            // and gone.
+            pages.share_prefix(&row, &tokens[..tokens.len().min(next(40) as usize)]);
             rows.push((row, tokens));
             if rows.len() > 6 {
                 let at = next(7) as usize;
                 let (row, tokens) = rows.swap_remove(at);
-                pages.make_known(&row, &tokens);
-                pages.let_go(&row);
+                pages.share_prefix(&row, &tokens);
+                pages.free_pages(&row);
             }
             let owned = rows.iter().flat_map(|(row, _)| row);
             assert!(owned.clone().all(|page| !pages.free.contains(page)), "a page that a row has is not free");
@@ -227,8 +228,8 @@ mod tests {
                 assert_eq!(owners, held.rows as usize, "page {page} counts the rows that have it");
             }
         }
-        rows.iter().for_each(|(row, _)| pages.let_go(row));
-        assert_eq!(pages.left(), 64);
+        rows.iter().for_each(|(row, _)| pages.free_pages(row));
+        assert_eq!(pages.available(), 64);
         assert_eq!(pages.idle.len(), pages.by_prefix.len());
         assert!(pages.pages.iter().all(|page| page.rows == 0));
     }

@@ -147,8 +147,8 @@ impl Keys<'_> {
 
     /// Refuses what nothing here computes.
     fn check(&self) -> Result<(), ConfigError> {
-        if let Some(kind) = self.metadata.text("general.type")?.filter(|kind| *kind != "model") {
-            return Err(ConfigError(format!("general.type is '{kind}': the file is no model by itself")));
+        if let Some(kind) = self.metadata.string("general.type")?.filter(|kind| *kind != "model") {
+            return Err(ConfigError(format!("general.type is '{kind}': the file is not a model")));
         }
         for (name, harmless) in REFUSED {
             let key = self.key(name);
@@ -161,7 +161,7 @@ impl Keys<'_> {
             }
         }
         if self.metadata.flag(&self.key("attention.causal"))? == Some(false) {
-            return self.refused("attention.causal", "and only causal attention is supported");
+            return self.refused("attention.causal", "but only causal attention is supported");
         }
         if self.metadata.has(&self.key("rope.dimension_sections")) {
             return self.refused("rope.dimension_sections", "which is not supported");
@@ -198,7 +198,7 @@ impl Keys<'_> {
         let window = self.size("attention.sliding_window")?.filter(|window| *window > 0);
         if window.is_some() && self.metadata.has(&self.key("attention.sliding_window_pattern")) {
             return self
-                .refused("attention.sliding_window_pattern", "and windows in some layers alone are not supported");
+                .refused("attention.sliding_window_pattern", "but windows in only some layers are not supported");
         }
         // One that no text outgrows is none.
         let window = window.filter(|window| *window < context_length);
@@ -210,7 +210,7 @@ impl Keys<'_> {
             other => other.name(),
         };
         if window.is_some() && family != "mistral" {
-            return self.refused("attention.sliding_window", "and a window shorter than the context is not supported");
+            return self.refused("attention.sliding_window", "but a window shorter than the context is not supported");
         }
         let rotary = self.rotary(context_length, head_dim, factors)?;
         Ok(json!({
@@ -237,7 +237,7 @@ impl Keys<'_> {
         }
         let rotates = self.architecture != Architecture::Gpt2;
         if rotates && self.size("rope.dimension_count")?.unwrap_or(head_dim) != head_dim {
-            let why = format!("and rotating a part of heads, which have {head_dim}, is not supported");
+            let why = format!("but partial rotation of heads of {head_dim} is not supported");
             return self.refused("rope.dimension_count", &why);
         }
         let usual = 1.0 / f64::from(head_dim.max(1)).sqrt();
@@ -250,7 +250,7 @@ impl Keys<'_> {
     /// `rope_scaling`, of the keys and of tensors with a factor for each frequency: of all, then
     /// short ones and long ones.
     fn rotary(&self, context: u32, head_dim: u32, factors: &[Option<Vec<f64>>]) -> Result<Value, ConfigError> {
-        let kind = self.metadata.text(&self.key("rope.scaling.type"))?;
+        let kind = self.metadata.string(&self.key("rope.scaling.type"))?;
         let linear = self.number("rope.scale_linear")?;
         let factor = self.number("rope.scaling.factor")?.or(linear).filter(|factor| *factor != 0.0).unwrap_or(1.0);
         let original = self.size("rope.scaling.original_context_length")?.unwrap_or(context);
@@ -258,7 +258,7 @@ impl Keys<'_> {
         let attention = attention * self.number("rope.scaling.yarn_attn_factor")?.unwrap_or(1.0);
         let kind = kind.unwrap_or(if linear.is_some() { "linear" } else { "none" });
         if attention != 1.0 && !matches!(kind, "yarn" | "longrope") {
-            return self.refused("rope.scaling.attn_factor", "and is supported with yarn and longrope alone");
+            return self.refused("rope.scaling.attn_factor", "but is supported with yarn and longrope only");
         }
         let listed = |name: usize| match &factors[name] {
             Some(found) if 2 * found.len() != head_dim as usize || !found.iter().all(|factor| *factor > 0.0) => {

@@ -62,7 +62,7 @@ pub(super) fn read(path: &Path, file: &File) -> Result<Header, WeightsError> {
         let kind = input.u32()?;
         let entry = input.entry(&key, kind)?;
         if entries.insert(key.clone(), entry).is_some() {
-            return Err(input.damaged(&format!("there are two keys {key}")));
+            return Err(input.damaged(&format!("duplicate key {key}")));
         }
     }
     let metadata = Metadata(entries);
@@ -87,7 +87,7 @@ pub(super) fn read(path: &Path, file: &File) -> Result<Header, WeightsError> {
 fn begin(input: &mut Input<'_>) -> Result<(), WeightsError> {
     let mark: [u8; 4] = input.bytes()?;
     if OLD.contains(&&mark) {
-        return Err(input.wrong("of the formats before GGUF, which are not read: convert it anew".into()));
+        return Err(input.wrong("a format older than GGUF, which is not supported: convert it again".into()));
     }
     if &mark != b"GGUF" {
         return Err(input.wrong("not a GGUF file, and a model is one or a folder".into()));
@@ -95,9 +95,9 @@ fn begin(input: &mut Input<'_>) -> Result<(), WeightsError> {
     match input.u32()? {
         2 | 3 => Ok(()),
         version if matches!(version.swap_bytes(), 1..=0xffff) && version > 0xffff => {
-            Err(input.wrong("a big-endian GGUF file, which is not read".into()))
+            Err(input.wrong("big-endian GGUF files are not supported".into()))
         }
-        version => Err(input.wrong(format!("version {version} of GGUF; those that are read are 2 and 3"))),
+        version => Err(input.wrong(format!("GGUF version {version}; versions 2 and 3 are supported"))),
     }
 }
 
@@ -107,7 +107,7 @@ fn place(input: &Input<'_>, tensors: &mut [Described], data: u64, alignment: u64
     for tensor in tensors.iter_mut() {
         let (name, offset) = (&tensor.name, tensor.start);
         if !offset.is_multiple_of(alignment) {
-            return Err(input.damaged(&format!("{name} begins at {offset}, which is no multiple of {alignment}")));
+            return Err(input.damaged(&format!("{name} begins at {offset}, which is not a multiple of {alignment}")));
         }
         match offset.checked_add(tensor.bytes) {
             Some(end) if end <= room => tensor.start = data + offset,
@@ -120,7 +120,7 @@ fn place(input: &Input<'_>, tensors: &mut [Described], data: u64, alignment: u64
     let mut order: Vec<&Described> = tensors.iter().filter(|tensor| tensor.bytes > 0).collect();
     order.sort_by_key(|tensor| tensor.start);
     match order.windows(2).find(|pair| pair[0].start + pair[0].bytes > pair[1].start) {
-        Some(pair) => Err(input.damaged(&format!("{} and {} lie upon each other", pair[0].name, pair[1].name))),
+        Some(pair) => Err(input.damaged(&format!("{} and {} overlap", pair[0].name, pair[1].name))),
         None => Ok(()),
     }
 }
@@ -211,7 +211,7 @@ impl Input<'_> {
             10 => integer(self.u64()?.into()),
             11 => integer(i64::from_le_bytes(self.bytes()?).into()),
             12 => Entry::Float(f64::from_le_bytes(self.bytes()?)),
-            other => return Err(self.damaged(&format!("{key} is of type {other}, which there is not"))),
+            other => return Err(self.damaged(&format!("{key} has unknown type {other}"))),
         })
     }
 
@@ -223,15 +223,15 @@ impl Input<'_> {
             4..=6 => 4,
             8 | 10..=12 => 8,
             9 => return Err(self.wrong(format!("{key} is a list of lists, which is not supported"))),
-            other => return Err(self.damaged(&format!("{key} is a list of type {other}, which there is not"))),
+            other => return Err(self.damaged(&format!("{key} is a list of unknown type {other}"))),
         };
         let count = self.count(&format!("values of {key}"), each)?;
         if count > LONGEST_LIST {
-            return Err(self.wrong(format!("{key} has {count} values, and may have {LONGEST_LIST} at the most")));
+            return Err(self.wrong(format!("{key} has {count} values; at most {LONGEST_LIST} are allowed")));
         }
         if kind == 8 {
-            let texts = (0..count).map(|_| self.text(key)).collect::<Result<_, _>>()?;
-            return Ok(Entry::Texts(texts));
+            let strings = (0..count).map(|_| self.text(key)).collect::<Result<_, _>>()?;
+            return Ok(Entry::Strings(strings));
         }
         let mut numbers = Vec::with_capacity(count as usize);
         for _ in 0..count {

@@ -13,7 +13,7 @@ pub(crate) enum Entry {
     Text(String),
     /// Numbers of any type, flags as 0 and 1.
     Numbers(Vec<f64>),
-    Texts(Vec<String>),
+    Strings(Vec<String>),
 }
 
 impl Entry {
@@ -39,20 +39,20 @@ impl Metadata {
     ///
     /// # Errors
     /// If it is another type of value.
-    pub fn text(&self, key: &str) -> Result<Option<&str>, ConfigError> {
+    pub fn string(&self, key: &str) -> Result<Option<&str>, ConfigError> {
         self.typed(key, "a text", |entry| match entry {
             Entry::Text(text) => Some(&text[..]),
             _ => None,
         })
     }
 
-    /// Several texts.
+    /// Several strings.
     ///
     /// # Errors
     /// If it is another type of value.
-    pub fn texts(&self, key: &str) -> Result<Option<&[String]>, ConfigError> {
-        self.typed(key, "a list of texts", |entry| match entry {
-            Entry::Texts(texts) => Some(&texts[..]),
+    pub fn strings(&self, key: &str) -> Result<Option<&[String]>, ConfigError> {
+        self.typed(key, "a list of strings", |entry| match entry {
+            Entry::Strings(strings) => Some(&strings[..]),
             // As an empty list may be of any type.
             Entry::Numbers(numbers) if numbers.is_empty() => Some(&[][..]),
             _ => None,
@@ -66,7 +66,7 @@ impl Metadata {
     pub fn numbers(&self, key: &str) -> Result<Option<&[f64]>, ConfigError> {
         self.typed(key, "a list of numbers", |entry| match entry {
             Entry::Numbers(numbers) => Some(&numbers[..]),
-            Entry::Texts(texts) if texts.is_empty() => Some(&[][..]),
+            Entry::Strings(strings) if strings.is_empty() => Some(&[][..]),
             _ => None,
         })
     }
@@ -102,7 +102,7 @@ impl Metadata {
             && let Some(first) = numbers.first()
         {
             if numbers.iter().any(|number| number != first) {
-                return Err(ConfigError(format!("{key} differs from layer to layer, which is not supported")));
+                return Err(ConfigError(format!("{key} differs between layers, which is not supported")));
             }
             return whole(*first).map(Some).ok_or_else(|| ConfigError(format!("{key} is not a size")));
         }
@@ -129,7 +129,7 @@ impl Metadata {
             Some(Entry::Flag(value)) => value.to_string(),
             Some(Entry::Text(value)) => format!("'{value}'"),
             Some(Entry::Numbers(values)) => format!("a list of {} numbers", values.len()),
-            Some(Entry::Texts(values)) => format!("a list of {} texts", values.len()),
+            Some(Entry::Strings(values)) => format!("a list of {} strings", values.len()),
             None => "missing".into(),
         }
     }

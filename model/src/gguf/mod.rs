@@ -62,11 +62,11 @@ impl Architecture {
 
     fn of(metadata: &Metadata) -> Result<Self, ConfigError> {
         let missing = || ConfigError("general.architecture is missing".into());
-        let name = metadata.text("general.architecture")?.ok_or_else(missing)?;
+        let name = metadata.string("general.architecture")?.ok_or_else(missing)?;
         let known = ARCHITECTURES.iter().find(|(_, known)| *known == name).map(|(architecture, _)| *architecture);
         known.ok_or_else(|| {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|(_, name)| *name).collect();
-            ConfigError(format!("architecture is '{name}'; those of GGUF files that are read are {}", known.join(", ")))
+            ConfigError(format!("architecture '{name}' is not supported; supported are {}", known.join(", ")))
         })
     }
 }

@@ -52,7 +52,7 @@ pub(super) fn open(path: &Path) -> Result<(Metadata, TensorFiles), WeightsError>
         }
         let found: usize = parts.iter().map(|(.., tensors)| tensors.len()).sum();
         if let Some(all) = size(&metadata, path, TENSORS)?.filter(|all| *all as usize != found) {
-            return Err(wrong(format!("its parts have {found} tensors, and not {all}")));
+            return Err(wrong(format!("its parts have {found} tensors instead of {all}")));
         }
     }
     let (mut files, mut tensors) = (Vec::new(), BTreeMap::new());
@@ -60,7 +60,7 @@ pub(super) fn open(path: &Path) -> Result<(Metadata, TensorFiles), WeightsError>
         for tensor in described {
             let stored = StoredTensor::new(files.len(), tensor.start, tensor.encoding, tensor.shape);
             if tensors.insert(tensor.name.clone(), stored).is_some() {
-                let reason = format!("its header is damaged: there are two tensors {}", tensor.name);
+                let reason = format!("its header is damaged: duplicate tensor {}", tensor.name);
                 return Err(WeightsError::Weights { path, reason });
             }
         }

@@ -1,4 +1,4 @@
-//! BERT's names.
+//! BERT's tensor names.
 
 use super::tensor::{HubTensor, split_qkv, whole};
 use crate::config::TransformerConfig;
@@ -17,7 +17,7 @@ pub(super) fn outer(field: &str, path: &str) -> Option<Vec<HubTensor>> {
     Some(vec![whole(name.into(), path)])
 }
 
-/// The tensors of a parameter of block `layer`: queries, keys and values lie apart.
+/// The tensors of a parameter of block `layer`: queries, keys and values are separate.
 pub(super) fn block(config: &TransformerConfig, layer: &str, field: &str, path: &str) -> Option<Vec<HubTensor>> {
     let at = |name: &str| format!("encoder.layer.{layer}.{name}");
     let kind = if field.ends_with("bias") { "bias" } else { "weight" };

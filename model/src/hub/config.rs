@@ -1,4 +1,4 @@
-//! `config.json`, written and read a family at a time.
+//! Reads and writes `config.json`, by model family.
 
 use fireclay_kernels::{ActivationKind, NormKind};
 use serde_json::{Map, Value, json};
@@ -7,10 +7,10 @@ use super::family::{FAMILIES, Family};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::rotary::RotaryScaling;
 
-/// The key under which `config.json` holds what the hub's format has no word for.
+/// The key of `config.json` for settings that the hub's format lacks.
 const OWN: &str = "fireclay";
 
-/// What `config.json` says of a model of `family`.
+/// The `config.json` of a model of `family`.
 pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, Value> {
     let c = config;
     let shared = json!({
@@ -126,7 +126,7 @@ fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
                 "truncate": truncate,
             })
         }
-        // No sequence is longer than what the short factors are for.
+        // The short factors are valid up to this length.
         RotaryScaling::LongRope { short_factors, magnitude } => json!({
             "rope_type": "longrope", "short_factor": short_factors, "long_factor": short_factors,
             "attention_factor": magnitude, "original_max_position_embeddings": context_length,
@@ -137,7 +137,7 @@ fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
 /// Reads a `config.json`.
 ///
 /// # Errors
-/// Names the field that is missing, of a wrong type, or beyond what can be built.
+/// Names the field that is missing, of a wrong type, or not supported.
 pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), ConfigError> {
     let fields = Fields(config);
     let model_type = fields.text("model_type")?;
@@ -154,7 +154,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         if let Some(quantization) = fields.get("quantization_config") {
             let method = quantization["quant_method"].as_str().unwrap_or("unknown");
             return Err(ConfigError(format!(
-                "config.json: quantization_config: weights that are quantized as '{method}' are not supported"
+                "config.json: quantization_config: quantization method '{method}' is not supported"
             )));
         }
         fields.refuse(&[("is_encoder_decoder", json!(false)), ("use_mrope", json!(false))])?;
@@ -220,7 +220,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
 
 fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, ConfigError> {
     let (d_model, n_heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
-    // What transformers takes where a key is not there.
+    // The defaults of transformers.
     let (context, kv_heads, head_dim) = match family {
         Family::Mistral => (4096 * 32, 8, None),
         Family::Qwen2 => (32_768, 32, None),
@@ -228,12 +228,12 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
         _ => (2048, n_heads, None),
     };
     let context_length = fields.size_or("max_position_embeddings", context)?;
-    // Null is as many as there are query heads.
+    // Null means the number of query heads.
     let kv_heads = if fields.0.get("num_key_value_heads").is_some() { n_heads } else { kv_heads };
     let n_layers = fields.size("num_hidden_layers")?;
     let llama = TransformerConfig::llama(fields.size("vocab_size")?, context_length, d_model, n_layers, n_heads);
     let (sliding_window, layer_windows) = fields.windows(family, n_layers)?;
-    // The others have none, whatever the file says.
+    // The other families have none, whatever the file says.
     let attention_bias = matches!(family, Family::Llama | Family::Qwen3) && fields.flag_or("attention_bias", false)?;
     let head_dim = fields.size_or("head_dim", head_dim.unwrap_or(d_model / n_heads.max(1)))?;
     let (positions, context_length) = fields.rotary(context_length, head_dim)?;
@@ -260,7 +260,7 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
     })
 }
 
-/// Typed access to a JSON object, with errors that name the field.
+/// Typed access to a JSON object; errors name the field.
 struct Fields<'a>(&'a Value);
 
 impl Fields<'_> {
@@ -287,7 +287,7 @@ impl Fields<'_> {
         self.optional_size(name)?.ok_or_else(|| ConfigError(format!("config.json: {name} is missing")))
     }
 
-    /// A size that has two names, the first of which comes first.
+    /// A size with two names, in order of precedence.
     fn size_by(&self, [name, other]: [&str; 2]) -> Result<usize, ConfigError> {
         match self.optional_size(name)? {
             Some(size) => Ok(size),
@@ -307,7 +307,7 @@ impl Fields<'_> {
         }
     }
 
-    /// So many positive numbers.
+    /// A list of this many positive numbers.
     fn numbers(&self, name: &str, count: usize) -> Result<Vec<f64>, ConfigError> {
         let list = self.get(name).and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
         let numbers: Vec<f64> = list.iter().filter_map(Value::as_f64).filter(|number| *number > 0.0).collect();
@@ -331,9 +331,9 @@ impl Fields<'_> {
         known.ok_or_else(|| ConfigError(format!("config.json: {name} '{text}' is not supported")))
     }
 
-    /// The window of all layers, or else that of each.
+    /// The window of all layers, or else of each.
     fn windows(&self, family: Family, n_layers: usize) -> Result<(Option<usize>, Vec<usize>), ConfigError> {
-        // What transformers takes where the key is not there; null is no window.
+        // The default of transformers; null is no window.
         let window = match self.0.get("sliding_window") {
             None => Some(4096),
             Some(_) => self.optional_size("sliding_window")?,
@@ -349,11 +349,11 @@ impl Fields<'_> {
         if family != Family::Mistral {
             self.flag_or("use_sliding_window", false)?;
         }
-        // Among the windows of layers it would stand for none.
+        // In a list of windows it would mean none.
         if window == Some(0) {
-            return Err(ConfigError("config.json: sliding_window is 0, and a window has one key at least".into()));
+            return Err(ConfigError("config.json: sliding_window is 0; it must be at least 1".into()));
         }
-        // As many as a config may have, which is checked later.
+        // The allowed maximum, which is checked later.
         let n_layers = n_layers.min(1 << 14);
         let layers: Vec<Option<usize>> = match self.get("layer_types") {
             Some(types) => {
@@ -381,21 +381,22 @@ impl Fields<'_> {
         }
     }
 
-    /// Refuses settings that change what a model computes, and that nothing here computes: each with the value that it may have.
+    /// Refuses unsupported settings that change the model, unless they have the given neutral
+    /// value.
     fn refuse(&self, settings: &[(&str, Value)]) -> Result<(), ConfigError> {
         for (name, allowed) in settings {
             // 1 is 1.0.
             let same =
                 |value: &Value| value == allowed || value.as_f64().is_some_and(|value| allowed.as_f64() == Some(value));
             if let Some(value) = self.get(name).filter(|value| !same(value)) {
-                return Err(ConfigError(format!("config.json: {name} is {value}, and only {allowed} is supported")));
+                return Err(ConfigError(format!("config.json: {name} is {value}; only {allowed} is supported")));
             }
         }
         Ok(())
     }
 
-    /// What YaRN multiplies cosines and sines by, if it is not the paper's: `attention_factor`, or else a quotient of two, which
-    /// DeepSeek has.
+    /// YaRN's factor on cosines and sines, if it is not the paper's: `attention_factor`, or
+    /// DeepSeek's quotient of two.
     fn attention_factor(&self, factor: f64) -> Result<Option<f64>, ConfigError> {
         if self.get("attention_factor").is_some() {
             return self.number_or("attention_factor", 1.0).map(Some);
@@ -405,8 +406,8 @@ impl Fields<'_> {
         Ok((one != 0.0 && all != 0.0).then(|| magnitude(one) / magnitude(all)))
     }
 
-    /// Rotary positions, and how far they reach: scaled as `rope_scaling` says or else `rope_parameters`, whose base comes before
-    /// `rope_theta`, as in transformers.
+    /// Rotary positions and their scaling, from `rope_scaling` or else `rope_parameters`, whose
+    /// base precedes `rope_theta`, as in transformers.
     fn rotary(&self, context_length: usize, head_dim: usize) -> Result<(Positions, usize), ConfigError> {
         self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
         let said =
@@ -432,7 +433,7 @@ impl Fields<'_> {
         };
         let scaling = match kind {
             "default" => RotaryScaling::None,
-            // It scales only beyond the context, which no sequence here is.
+            // It only scales beyond the context, which no sequence exceeds here.
             "dynamic" => RotaryScaling::None,
             "linear" => RotaryScaling::Linear { factor },
             "llama3" => RotaryScaling::Llama3 {

@@ -1,4 +1,4 @@
-//! The families of models, by the hub's names.
+//! Model families, by the hub's names.
 
 /// A family of models as the hub names it, `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub enum Family {
     Qwen3,
     /// `bert`.
     Bert,
-    /// Any other shape that a config can describe, written under this project's own names.
+    /// Any other config, written under this project's own names.
     Fireclay,
 }
 
@@ -30,12 +30,12 @@ pub(super) const FAMILIES: [(Family, &str, &str); 7] = [
 ];
 
 impl Family {
-    /// The family's name on the hub.
+    /// Its `model_type` on the hub.
     pub fn model_type(self) -> &'static str {
         FAMILIES.iter().find(|(family, ..)| *family == self).map_or("fireclay", |(_, name, _)| name)
     }
 
-    /// The class that `transformers` has for it.
+    /// Its class in `transformers`.
     pub(super) fn architecture(self) -> &'static str {
         FAMILIES.iter().find(|(family, ..)| *family == self).map_or("", |(.., name)| name)
     }

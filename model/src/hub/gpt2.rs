@@ -1,4 +1,4 @@
-//! GPT-2's names. Its matrices lie `[d_input, d_output]`.
+//! GPT-2's tensor names. Its matrices are stored as `[d_input, d_output]`.
 
 use super::tensor::{HubTensor, whole};
 

@@ -1,10 +1,10 @@
-//! Which keys of `config.json` are known: those that are used, and those that do not change what a model computes.
+//! Known keys of `config.json`: those that are used, and those that do not change the model.
 
 use serde_json::Value;
 
 use super::family::Family;
 
-/// Of every family: what tools and generation read, and what changes nothing where no weights are trained otherwise.
+/// Keys of every family: used elsewhere, or without effect on inference.
 const SHARED: &[&str] = &[
     "architectures",
     "auto_map",
@@ -120,7 +120,8 @@ const BERT: &[&str] = &[
     "type_vocab_size",
 ];
 
-/// Of Llama and what came of it. A family passes over what it does not have, as in transformers.
+/// Keys of Llama and its descendants. A family ignores keys of features that it lacks, as in
+/// transformers.
 const LLAMA: &[&str] = &[
     "attention_bias",
     "attention_dropout",
@@ -147,7 +148,7 @@ const LLAMA: &[&str] = &[
     "use_sliding_window",
 ];
 
-/// Of `rope_scaling` and `rope_parameters`.
+/// Keys of `rope_scaling` and `rope_parameters`.
 const ROTARY: &[&str] = &[
     "attention_factor",
     "beta_fast",
@@ -169,7 +170,8 @@ const ROTARY: &[&str] = &[
     "type",
 ];
 
-/// The keys of a `config.json` that nobody here knows, those of rotary scaling as `rope_scaling.KEY`. Those that begin with an underscore are tools' own.
+/// The unknown keys of a `config.json`, those of rotary scaling as `rope_scaling.KEY`. Keys that
+/// begin with an underscore belong to tools.
 pub(crate) fn unknown(family: Family, config: &Value) -> Vec<String> {
     let own = match family {
         Family::Gpt2 => GPT2,

@@ -1,4 +1,4 @@
-//! The names of Llama, Mistral, Qwen2 and Qwen3.
+//! Tensor names of Llama, Mistral, Qwen2 and Qwen3.
 
 use super::tensor::{HubTensor, split_qkv, whole};
 use crate::config::TransformerConfig;
@@ -14,7 +14,8 @@ pub(super) fn outer(field: &str, path: &str) -> Option<Vec<HubTensor>> {
     Some(vec![whole(name.into(), path)])
 }
 
-/// The tensors of a parameter of block `layer`: queries, keys and values lie apart, and so do gate and up.
+/// The tensors of a parameter of block `layer`: queries, keys and values are separate, and so are
+/// gate and up.
 pub(super) fn block(config: &TransformerConfig, layer: &str, field: &str, path: &str) -> Option<Vec<HubTensor>> {
     let at = |name: &str| format!("model.layers.{layer}.{name}");
     let kind = if field.ends_with("bias") { "bias" } else { "weight" };

@@ -1,4 +1,4 @@
-//! How the hub writes the same transformers: `config.json` ([`config`]) and tensor names, a family at a time.
+//! The hub's formats: `config.json` ([`config`]) and tensor names, by model family.
 
 mod bert;
 mod config;
@@ -19,7 +19,7 @@ pub(crate) use self::keys::unknown as unknown_keys;
 pub(crate) use self::tensor::{HubTensor, OPTIONAL_PREFIXES, split_qkv, whole};
 
 impl Family {
-    /// The family that a config belongs to: the first that can write it without loss.
+    /// The family of a config: the first that can represent it without loss.
     pub fn of(config: &TransformerConfig) -> Self {
         let writes = |family: &Family| {
             let written = Value::Object(config::write(*family, config));
@@ -28,12 +28,12 @@ impl Family {
         FAMILIES.into_iter().map(|(family, ..)| family).find(writes).unwrap_or(Family::Fireclay)
     }
 
-    /// What `config.json` says of a model of this family.
+    /// The `config.json` of a model of this family.
     pub(crate) fn write(self, config: &TransformerConfig) -> Map<String, Value> {
         config::write(self, config)
     }
 
-    /// Every tensor of a checkpoint of this family, in the order of the model.
+    /// The tensors of a checkpoint of this family, in the order of the model.
     ///
     /// # Errors
     /// If the family has no name for a parameter.
@@ -46,8 +46,8 @@ impl Family {
         Ok(tensors)
     }
 
-    /// Whether a checkpoint may have a tensor of this name that the model has no use for: constants that older versions
-    /// stored, heads for other work, an output projection that is the embedding table.
+    /// Whether a checkpoint may have this tensor although the model does not use it: constants of
+    /// older versions, heads for other tasks, an output projection tied to the embedding.
     pub(crate) fn ignores(self, name: &str) -> bool {
         let constant = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids"];
         let head = match self {
@@ -62,8 +62,8 @@ impl Family {
             || ["intent_head.weight", "tag_head.weight"].contains(&name)
     }
 
-    /// The name of the embedding table, in families whose output projection may be the same.
-    pub(crate) fn embedding_name(self) -> Option<&'static str> {
+    /// The name of the embedding table, in families that may tie the output projection to it.
+    pub fn embedding_name(self) -> Option<&'static str> {
         match self {
             Self::Gpt2 => Some("transformer.wte.weight"),
             Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3 => Some("model.embed_tokens.weight"),
@@ -71,12 +71,12 @@ impl Family {
         }
     }
 
-    /// The name of the output projection there.
-    pub(crate) fn head_name(self) -> Option<&'static str> {
+    /// The name of the output projection in these families.
+    pub fn head_name(self) -> Option<&'static str> {
         self.embedding_name().map(|_| "lm_head.weight")
     }
 
-    /// The tensors that fill the parameter at `path`; `None` where the family has no such parameter.
+    /// The tensors that fill the parameter at `path`; `None` if the family has no such parameter.
     fn tensors_of(self, config: &TransformerConfig, path: &str) -> Option<Vec<HubTensor>> {
         let (layer, field) = match path.strip_prefix("blocks.").and_then(|rest| rest.split_once('.')) {
             Some((layer, field)) => (Some(layer), field),

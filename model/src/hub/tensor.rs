@@ -1,31 +1,31 @@
-//! The tensors of a checkpoint, and where they belong.
+//! The tensors of a checkpoint, and their parameters.
 
 use crate::config::TransformerConfig;
 
-/// One tensor of a hub checkpoint, and where it belongs.
+/// A tensor of a hub checkpoint, and its parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct HubTensor {
     /// Its name on the hub.
     pub(crate) name: String,
-    /// The parameter that holds it.
+    /// The path of its parameter.
     pub(crate) path: String,
-    /// The parameter's rows that it fills; all where `None`.
+    /// The parameter's rows that it fills; `None` for all.
     pub(crate) rows: Option<std::ops::Range<usize>>,
     /// Whether it is stored `[d_input, d_output]`.
     pub(crate) transposed: bool,
-    /// Rows of a head, where each has those of its halves in turn.
+    /// Rows per head, if the rows of its halves are interleaved.
     pub(crate) interleaved: Option<usize>,
 }
 
-/// Prefixes that some checkpoints of a family carry and others do not.
+/// Prefixes that some checkpoints of a family have.
 pub(crate) const OPTIONAL_PREFIXES: [&str; 3] = ["transformer.", "bert.", "model."];
 
-/// All of the parameter at `path`, under `name`.
+/// A tensor for the whole parameter at `path`.
 pub(crate) fn whole(name: String, path: &str) -> HubTensor {
     HubTensor { name, path: path.into(), rows: None, transposed: false, interleaved: None }
 }
 
-/// Queries, keys and values apart, under the three names given.
+/// Separate tensors for queries, keys and values.
 pub(crate) fn split_qkv(config: &TransformerConfig, names: [String; 3], path: &str) -> Vec<HubTensor> {
     let (query, key) = (config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim);
     let ranges = [0..query, query..query + key, query + key..query + 2 * key];

@@ -1,9 +1,9 @@
-//! Text from a trained model: prompts as tokens, and their tokens as text; the [`scheduler`] draws these.
+//! Text generation: encodes prompts, runs the [`scheduler`], and decodes its tokens.
 
 pub mod scheduler;
 
 use std::collections::{HashMap, VecDeque};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,51 +12,52 @@ use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{Backend, CacheDType, Penalties, Sampling};
 use fireclay_model::{PAGE_TOKENS, Transformer};
 
-use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken, kept_tokens};
+use self::scheduler::{Finish, OutputToken, Request, RequestOutput, Scheduler, SchedulerOptions, kept_tokens};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
-use crate::model_folder::{assert_known, gguf_ends};
+use crate::model_folder::{ModelSource, assert_known, gguf_ends};
 use crate::precision::{CachePrecision, Precision};
 
-/// Tokens that end a text, where the tokenizer has them.
+/// Stop tokens by name, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
 
-/// Lower temperatures than this would take logits out of what f32 holds: they are zero, which is greedy.
+/// Below this temperature logits would overflow f32; it counts as zero, which is greedy.
 pub(crate) const LEAST_TEMPERATURE: f64 = 1e-3;
 
-/// Prompts that are continued together, at the most: on a device of its own, and on the CPU.
+/// Default maximum of sequences decoded concurrently: on a GPU, and on the CPU.
 const ROWS: usize = 256;
 const CPU_ROWS: usize = 16;
-/// Tokens of a step where nothing else is asked for: on CUDA, which reads so many in some ten milliseconds, and elsewhere.
+/// Default token budget of a step: on CUDA, which needs some ten milliseconds for it, and
+/// elsewhere.
 const CUDA_STEP_TOKENS: usize = 4096;
 const STEP_TOKENS: usize = 2048;
-/// Bytes of the cache, at the most, and of the keys of one layer in it, which WGPU binds no more than 128 MiB of on some
-/// devices; but for those that one text needs.
+/// Size limits of the cache in bytes, and of one layer's keys, since WGPU binds no more than 128
+/// MiB on some devices. A cache for one sequence may exceed them.
 const CACHE_BYTES: usize = 4 << 30;
 const SLAB_BYTES: usize = 120 << 20;
 
-/// Ends a text early when it is set.
+/// Ends generation early when set.
 pub type Interrupt = Arc<AtomicBool>;
 
-/// How to write.
+/// Sampling and limits of generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerationOptions {
-    /// Tokens to write at the most; as many as fit where `None`, up to 256.
+    /// Maximum number of tokens to generate; `None` for what fits, up to 256.
     pub max_tokens: Option<usize>,
-    /// Zero takes the likeliest token each time.
+    /// Temperature; zero is greedy.
     pub temperature: f64,
-    /// Only this many likeliest tokens are drawn from.
+    /// Top-k sampling.
     pub top_k: Option<usize>,
-    /// Only the likeliest tokens that make up this probability are drawn from.
+    /// Top-p sampling.
     pub top_p: Option<f64>,
-    /// Only tokens at least this likely, as a share of the likeliest one's probability, are drawn from.
+    /// Min-p sampling: tokens need this share of the top token's probability.
     pub min_p: Option<f64>,
-    /// What tokens lose that the text has already.
+    /// Penalties of tokens that the sequence already has.
     pub penalties: Penalties,
-    /// Writing ends before any of these texts.
+    /// Generation stops before any of these strings.
     pub stop: Vec<String>,
-    /// Where the draws come from.
+    /// Random seed.
     pub seed: u64,
 }
 
@@ -76,22 +77,20 @@ impl Default for GenerationOptions {
 }
 
 impl GenerationOptions {
-    /// Refuses values that mean nothing.
+    /// Checks the values.
     ///
     /// # Errors
     /// Names the value.
     pub fn validate(&self) -> Result<(), Failure> {
         if !(self.temperature as f32).is_finite() || self.temperature < 0.0 {
             let asked = self.temperature;
-            return Err(Failure::usage(format!(
-                "--temperature {asked:e} must be 0 or above, and a number that f32 holds"
-            )));
+            return Err(Failure::usage(format!("--temperature {asked:e} must be 0 or above, and finite in f32")));
         }
         if self.top_k == Some(0) {
-            return Err(Failure::usage("--top-k 0 leaves nothing to draw from"));
+            return Err(Failure::usage("--top-k must be 1 or more"));
         }
         if let Some(top_p) = self.top_p.filter(|top_p| !(*top_p > 0.0 && *top_p <= 1.0)) {
-            return Err(Failure::usage(format!("--top-p {top_p} must be above 0, and 1 at the most")));
+            return Err(Failure::usage(format!("--top-p {top_p} must be above 0 and at most 1")));
         }
         if let Some(min_p) = self.min_p.filter(|min_p| !(0.0..=1.0).contains(min_p)) {
             return Err(Failure::usage(format!("--min-p {min_p} must be 0 to 1")));
@@ -99,19 +98,19 @@ impl GenerationOptions {
         let Penalties { repetition, presence, frequency } = self.penalties;
         if !((repetition as f32).is_finite() && repetition as f32 > 0.0) {
             return Err(Failure::usage(format!(
-                "--repetition-penalty {repetition:e} must be above 0; 1 takes nothing"
+                "--repetition-penalty {repetition:e} must be above 0; 1 is no penalty"
             )));
         }
         if [presence, frequency].iter().any(|penalty| !(*penalty as f32).is_finite()) {
-            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be numbers that f32 holds"));
+            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be finite in f32"));
         }
         if self.max_tokens == Some(0) {
-            return Err(Failure::usage("--max-tokens 0 asks for nothing"));
+            return Err(Failure::usage("--max-tokens must be 1 or more"));
         }
         Ok(())
     }
 
-    /// How the tokens of a text are drawn; its draws are those of a number.
+    /// The sampling of sequence `number`, which selects its random stream.
     pub fn sampling(&self, number: u64) -> Sampling {
         Sampling::greedy()
             .with_temperature(if self.temperature < LEAST_TEMPERATURE { 0.0 } else { self.temperature })
@@ -123,39 +122,39 @@ impl GenerationOptions {
     }
 }
 
-/// A prompt that a model can go on from.
+/// An encoded prompt that fits the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prepared {
     pub(crate) tokens: Vec<u32>,
     pub(crate) max_tokens: usize,
-    /// Which draws are its own; those of its place among the prompts that are gone on from together if not said.
+    /// Its random stream; by default, its index among the prompts.
     pub(crate) draw: Option<u64>,
 }
 
 impl Prepared {
-    /// Tokens of prompt and text, at the most.
+    /// Maximum tokens of prompt and output together.
     fn length(&self) -> usize {
         self.tokens.len() + self.max_tokens
     }
 }
 
-/// What came of a prompt.
+/// The result of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
-    /// The text after the prompt.
+    /// The generated text.
     pub text: String,
-    /// Its tokens, up to the one that ended it.
+    /// Its tokens, including a stop token.
     pub tokens: Vec<u32>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Time to read the prompt and draw the first token.
+    /// Time of prefill, with the first token.
     pub prefill: Duration,
-    /// Time for all tokens after the first.
+    /// Time of decoding, after the first token.
     pub decode: Duration,
 }
 
 impl Generated {
-    /// Tokens after the first in a second; zero where there is one token only.
+    /// Tokens per second after the first; zero if there is only one.
     pub fn decode_tokens_per_second(&self) -> f64 {
         match self.tokens.len() {
             0 | 1 => 0.0,
@@ -168,8 +167,8 @@ impl Generated {
 pub struct Generator<B: Backend> {
     model: Transformer<B>,
     tokenizer: Tokenizer,
-    /// Tokens that end a text.
-    ends: Vec<u32>,
+    /// Stop tokens.
+    stop_tokens: Vec<u32>,
     interrupt: Interrupt,
     device: B::Device,
 }
@@ -178,15 +177,17 @@ impl<B: Backend> Generator<B> {
     /// Opens a model folder, or a GGUF file.
     ///
     /// # Errors
-    /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
-    pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
-        let LanguageModel { model, tokenizer } = LanguageModel::open(folder, precision, &device)?;
+    /// If a file is missing or damaged, the model is not a language model, or the device lacks the
+    /// precision.
+    pub fn open(model: impl Into<ModelSource>, precision: Precision, device: B::Device) -> Result<Self, Failure> {
+        let source = model.into();
+        let LanguageModel { model, tokenizer } = LanguageModel::open(&source, precision, &device)?;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
-        let ends = named.chain(configured_ends(folder)?).collect();
-        Ok(Self { model, tokenizer, ends, interrupt: Interrupt::default(), device })
+        let stop_tokens = named.chain(configured_ends(source.text())?).collect();
+        Ok(Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device })
     }
 
-    /// With a cache of this precision.
+    /// Sets the precision of the KV cache.
     ///
     /// # Errors
     /// If the model's heads do not fit it.
@@ -197,7 +198,7 @@ impl<B: Backend> Generator<B> {
             CachePrecision::Int8 if head_dim.is_multiple_of(columns) => self.model = self.model.with_int8_cache(),
             CachePrecision::Int8 => {
                 return Err(Failure::new(format!(
-                    "a cache of INT8 is for heads of a multiple of {columns} elements; this model's have {head_dim}: leave out \
+                    "an INT8 cache needs head_dim to be a multiple of {columns}; this model's is {head_dim}: leave out \
                      --cache-dtype"
                 )));
             }
@@ -205,19 +206,19 @@ impl<B: Backend> Generator<B> {
         Ok(self)
     }
 
-    /// A generator of a model that is there already.
+    /// A generator for a loaded model.
     pub fn new(model: Transformer<B>, tokenizer: Tokenizer, device: B::Device) -> Self {
-        let ends = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
-        Self { model, tokenizer, ends, interrupt: Interrupt::default(), device }
+        let stop_tokens = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
+        Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device }
     }
 
-    /// That writes all the tokens that are asked for, past any that would end a text.
+    /// Without stop tokens: generates all requested tokens.
     pub(crate) fn without_ends(mut self) -> Self {
-        self.ends.clear();
+        self.stop_tokens.clear();
         self
     }
 
-    /// With something else to end texts by.
+    /// With an interrupt that ends generation.
     pub fn with_interrupt(mut self, interrupt: Interrupt) -> Self {
         self.interrupt = interrupt;
         self
@@ -228,9 +229,9 @@ impl<B: Backend> Generator<B> {
         &self.model
     }
 
-    /// Tokens that end a text.
-    pub fn ends(&self) -> &[u32] {
-        &self.ends
+    /// The stop tokens.
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
     }
 
     /// Its tokenizer.
@@ -238,17 +239,17 @@ impl<B: Backend> Generator<B> {
         &self.tokenizer
     }
 
-    /// A prompt as tokens, and how many may follow. Where the model's attention has a window, these may be more than its
-    /// context: a text that fills it goes on from its end.
+    /// Encodes a prompt and computes its token limit. With sliding-window attention the limit may
+    /// exceed the context: a full sequence continues from its last tokens.
     ///
     /// # Errors
-    /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context and
-    /// the model has no window.
+    /// If the prompt is empty or not in the vocabulary, or if prompt and output do not fit the
+    /// context of a model without a window.
     pub fn prepare(&self, prompt: &str, options: &GenerationOptions) -> Result<Prepared, Failure> {
         options.validate()?;
         let tokens = self.tokenizer.encode_prompt(prompt)?;
         if tokens.is_empty() {
-            return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
+            return Err(Failure::usage("the prompt is empty: the model needs at least one token"));
         }
         assert_known(&tokens, self.model.config().vocab_size, &self.tokenizer)?;
         let context = self.model.config().context_length;
@@ -262,30 +263,30 @@ impl<B: Backend> Generator<B> {
         }
         if max_tokens > room && kept_tokens(self.model.config()).is_none() {
             return Err(Failure::new(format!(
-                "the prompt has {length} tokens and {max_tokens} are to follow, but the model's context is {context}: \
+                "the prompt has {length} tokens and max_tokens is {max_tokens}, but the model's context is {context}: \
                  shorten the prompt, or set --max-tokens to {room} at the most"
             )));
         }
         Ok(Prepared { tokens, max_tokens, draw: None })
     }
 
-    /// A scheduler for texts that have so many tokens each at the most, with their prompts.
+    /// A scheduler for sequences of these maximum lengths, prompts included.
     pub fn scheduler(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
         self.scheduler_of(Self::rows(), Self::step_tokens(), lengths, None)
     }
 
-    /// Texts that are written at a time where nothing else is asked for.
+    /// Default maximum of sequences decoded concurrently.
     pub fn rows() -> usize {
         if B::is_synchronous() { CPU_ROWS } else { ROWS }
     }
 
-    /// Tokens of a step where nothing else is asked for: of prompts no more are read while texts are written.
+    /// Default token budget of a step.
     pub fn step_tokens() -> usize {
         if B::downloads_at_once() { CUDA_STEP_TOKENS } else { STEP_TOKENS }
     }
 
-    /// [`scheduler`](Self::scheduler) of up to `rows` texts at a time and `step_tokens` a step, with a cache of so many tokens, if that is
-    /// said.
+    /// [`scheduler`](Self::scheduler) with `rows` concurrent sequences, `step_tokens` tokens per
+    /// step and, if given, this cache size in tokens.
     pub fn scheduler_of(
         &self,
         rows: usize,
@@ -296,7 +297,7 @@ impl<B: Backend> Generator<B> {
         let config = self.model.config();
         let token = config.n_kv_heads * self.model.cache_dtype().head_bytes(config.head_dim);
         let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
-        // Each fills its last page in part.
+        // The last page of each is partly filled.
         let lengths = lengths.map(|length| length.min(config.context_length).next_multiple_of(PAGE_TOKENS));
         let lengths: Vec<usize> = lengths.collect();
         let longest = lengths.iter().copied().max().unwrap_or(1);
@@ -306,13 +307,17 @@ impl<B: Backend> Generator<B> {
         Scheduler::new(&self.model, options, self.device.clone())
     }
 
-    /// The request that a prompt makes; its draws are those of a number.
+    /// The request for a prompt, with random stream `number`.
     pub fn request(&self, prompt: &Prepared, options: &GenerationOptions, number: u64) -> Request {
         let sampling = options.sampling(number);
-        Request { sampling, ends: self.ends.clone(), ..Request::new(prompt.tokens.clone(), prompt.max_tokens) }
+        Request {
+            sampling,
+            stop_tokens: self.stop_tokens.clone(),
+            ..Request::new(prompt.tokens.clone(), prompt.max_tokens)
+        }
     }
 
-    /// Writes after a prompt, handing each whole piece of text to `show` as it comes.
+    /// Generates from a prompt and streams the text to `show`.
     ///
     /// # Errors
     /// If the device fails.
@@ -326,8 +331,9 @@ impl<B: Backend> Generator<B> {
         generated.pop().ok_or_else(|| Failure::new("nothing was written"))
     }
 
-    /// Writes after several prompts at once, the first of which draws by the numbers of text `first` of the seed, the next by
-    /// those of the one behind it: each as if it were alone. `show` is told which one a piece of text belongs to.
+    /// Generates from several prompts at once. The first samples from random stream `first`, each
+    /// next one from the next stream, so that outputs match those of separate calls. `show`
+    /// receives the index of the prompt with each piece of text.
     ///
     /// # Errors
     /// If the device fails.
@@ -341,7 +347,7 @@ impl<B: Backend> Generator<B> {
         self.generate_watched(prompts, first, options, show, || Ok(()))
     }
 
-    /// [`generate_batch`](Self::generate_batch) that calls `decoding` when the prompts are read and the first tokens drawn.
+    /// [`generate_batch`](Self::generate_batch) that calls `decoding` after prefill.
     pub(crate) fn generate_watched(
         &self,
         prompts: &[&Prepared],
@@ -362,7 +368,7 @@ impl<B: Backend> Generator<B> {
         Ok(all)
     }
 
-    /// Writes after a prompt by a scheduler that may know how it begins.
+    /// Generates from a prompt with a scheduler that may have its prefix cached.
     ///
     /// # Errors
     /// If it does not fit the scheduler's cache, or the device fails.
@@ -379,8 +385,8 @@ impl<B: Backend> Generator<B> {
         written.ok_or_else(|| Failure::new("nothing was written"))
     }
 
-    /// The loop: as tokens come from the device, they become text. `show` is told of each piece of it, and `done` of each text
-    /// that is complete, in their order.
+    /// The generation loop: decodes tokens as they arrive from the device, and passes text to
+    /// `show` and completed sequences to `done`, in order.
     fn write_all(
         &self,
         scheduler: &mut Scheduler<B>,
@@ -392,24 +398,24 @@ impl<B: Backend> Generator<B> {
         let begun = Instant::now();
         let (mut show, mut done) = told;
         let mut rows = HashMap::new();
-        let mut texts = VecDeque::new();
+        let mut outputs = VecDeque::new();
         for (row, prompt) in prompts.iter().enumerate() {
             let id = scheduler.add(self.request(prompt, options, prompt.draw.unwrap_or(first + row as u64)))?;
             rows.insert(id, row);
-            texts.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &prompt.tokens, &options.stop))));
+            outputs.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &prompt.tokens, &options.stop))));
         }
         let mut decoding = Some(decoding);
-        // Those that were handed on are no longer among the texts.
+        // Sequences that were passed on are no longer in the list.
         let mut handed_on = 0;
-        while !texts.is_empty() && !self.interrupt.load(Ordering::Relaxed) {
+        while !outputs.is_empty() && !self.interrupt.load(Ordering::Relaxed) {
             let written = scheduler.step(&self.model).and_then(|()| {
                 for written in scheduler.take() {
                     let row = rows.get(&written.id).copied();
-                    let text = row.and_then(|row| Some((row, texts.get_mut(row.checked_sub(handed_on)?)?)));
+                    let text = row.and_then(|row| Some((row, outputs.get_mut(row.checked_sub(handed_on)?)?)));
                     if let Some((row, (_, text))) = text {
                         text.take(&written, begun, |text| show(row, text))?;
                         if text.complete && written.finish.is_none() {
-                            // By a text that ends it.
+                            // By a stop string.
                             scheduler.cancel(written.id);
                         }
                     }
@@ -417,19 +423,19 @@ impl<B: Backend> Generator<B> {
                 Ok(())
             });
             let load = scheduler.load();
-            let read = load.waiting + load.reading == 0;
+            let read = load.waiting + load.prefilling == 0;
             let begin = decoding.take_if(|_| read && written.is_ok());
             if let Err(failure) = written.and_then(|()| begin.map_or(Ok(()), |decoding| decoding())) {
-                texts.iter().for_each(|(id, _)| scheduler.cancel(*id));
+                outputs.iter().for_each(|(id, _)| scheduler.cancel(*id));
                 return Err(failure);
             }
-            while texts.front().is_some_and(|(_, text)| text.complete) {
-                let Some((_, text)) = texts.pop_front() else { break };
+            while outputs.front().is_some_and(|(_, text)| text.complete) {
+                let Some((_, text)) = outputs.pop_front() else { break };
                 done(handed_on, text.finish(|text| show(handed_on, text)));
                 handed_on += 1;
             }
         }
-        for (id, text) in texts {
+        for (id, text) in outputs {
             scheduler.cancel(id);
             done(handed_on, text.finish(|text| show(handed_on, text)));
             handed_on += 1;
@@ -438,15 +444,15 @@ impl<B: Backend> Generator<B> {
     }
 }
 
-/// A text that is being written.
+/// A sequence and its decoded text.
 struct Text<'a> {
     prompt_tokens: usize,
     writer: Writer<'a>,
     tokens: Vec<u32>,
-    /// Tokens before those that come now.
+    /// Number of earlier tokens.
     known: usize,
     complete: bool,
-    /// When the first token came, and the last.
+    /// Times of the first and the last token.
     first: Duration,
     last: Duration,
 }
@@ -457,9 +463,9 @@ impl<'a> Text<'a> {
         Self { prompt_tokens: prompt.tokens.len(), writer, tokens: Vec::new(), known: 0, complete: false, first, last }
     }
 
-    /// More tokens, until the text is complete.
-    fn take(&mut self, written: &Written, begun: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
-        for WrittenToken { token, .. } in &written.tokens {
+    /// Adds tokens, until the sequence is complete.
+    fn take(&mut self, written: &RequestOutput, begun: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
+        for OutputToken { token, .. } in &written.tokens {
             if self.complete {
                 return Ok(());
             }
@@ -468,7 +474,7 @@ impl<'a> Text<'a> {
                 self.first = self.last;
             }
             self.tokens.push(*token);
-            // A token that ends the text is none of its words.
+            // A stop token is not part of the text.
             let ends = written.finish == Some(Finish::End) && self.tokens.len() == self.known + written.tokens.len();
             self.complete = ends || self.writer.push(*token, &mut show)?;
         }
@@ -494,8 +500,8 @@ impl<'a> Text<'a> {
     }
 }
 
-/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each,
-/// where they name any, or what a GGUF file says.
+/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, each one id or several,
+/// or that of a GGUF file.
 fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
     if let Some(ends) = gguf_ends(folder)? {
         return Ok(ends);
@@ -519,7 +525,7 @@ fn ends_in(file: &Path) -> Result<Vec<u32>, Failure> {
     Ok(ends.iter().filter_map(|end| u32::try_from(end.as_u64()?).ok()).collect())
 }
 
-/// Turns tokens into text, holding back what may yet become a stop text.
+/// Decodes tokens to text and holds back what may become a stop string.
 pub(crate) struct Writer<'a> {
     stream: fireclay_datasets::TextStream<'a>,
     stop: &'a [String],
@@ -528,12 +534,12 @@ pub(crate) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// For the tokens behind those of `prompt`.
+    /// For tokens that follow those of `prompt`.
     pub(crate) fn new(tokenizer: &'a Tokenizer, prompt: &[u32], stop: &'a [String]) -> Self {
         Self { stream: tokenizer.stream_behind(prompt), stop, text: String::new(), shown: 0 }
     }
 
-    /// Whether a stop text was reached.
+    /// Returns whether a stop string was reached.
     pub(crate) fn push(&mut self, token: u32, show: &mut impl FnMut(&str)) -> Result<bool, Failure> {
         self.text.push_str(&self.stream.push(token)?);
         let found = self.stop.iter().filter(|stop| !stop.is_empty());
@@ -541,7 +547,7 @@ impl<'a> Writer<'a> {
             self.text.truncate(at);
             return Ok(true);
         }
-        // The longest end of the text that begins a stop text stays back.
+        // Hold back the longest suffix that begins a stop string.
         let begins = |at: usize| self.stop.iter().any(|stop| stop.starts_with(&self.text[at..]));
         let held = self.text.char_indices().map(|(at, _)| at).find(|at| begins(*at)).unwrap_or(self.text.len());
         if held > self.shown {
@@ -559,33 +565,34 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Prompts for a model folder, as work for any backend.
+/// Generation with a model folder, for any backend.
 pub struct GenerationRun<S> {
-    /// The model folder.
-    pub model: PathBuf,
+    /// Where the model comes from.
+    pub model: ModelSource,
     /// What to write after.
     pub prompts: Vec<String>,
-    /// How to write.
+    /// Sampling and limits.
     pub options: GenerationOptions,
-    /// Dtype of matrices and activations.
+    /// Data type of matrices and activations.
     pub precision: Precision,
-    /// What the cache keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
-    /// Ends the text that is being written, and all further ones.
+    /// Ends the current and all further prompts.
     pub interrupt: Interrupt,
-    /// Told of each piece of text and, at a prompt's end, of what came of it.
+    /// Receives the events.
     pub show: S,
 }
 
-/// A piece of news from a generation. Of several prompts, each one's news come together when all are complete.
+/// An event of a generation. With several prompts, the events of each come together when it is
+/// complete.
 pub enum GenerationEvent<'a> {
-    /// What follows is behind this prompt.
+    /// Output of this prompt follows.
     Begun(&'a str),
-    /// More text; all of it, of several prompts.
+    /// More text, or with several prompts all of it.
     Text(&'a str),
-    /// A prompt's text is complete.
+    /// A prompt is complete.
     Done(&'a Generated),
-    /// One of several prompts cannot be gone on from: its number, from one, and why.
+    /// One of several prompts is refused: its number, counted from one, and the reason.
     Refused(usize, &'a Failure),
 }
 
@@ -597,7 +604,7 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
         let generator = generator.with_interrupt(self.interrupt.clone());
         if let [prompt] = &self.prompts[..] {
             let prepared = generator.prepare(prompt, &self.options)?;
-            // The prompt is shown with the first piece of its text, behind what may be said on the way there.
+            // Show the prompt with its first text, after any warnings.
             let (mut show, mut begun) = (self.show, false);
             let mut tell = |event: GenerationEvent<'_>| {
                 if !std::mem::replace(&mut begun, true) {
@@ -610,12 +617,12 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
             return Ok(());
         }
         self.options.validate()?;
-        // All prompts are read before anything is written; of several, one that does not fit leaves the others.
+        // Encode all prompts first; an invalid one does not stop the others.
         let mut prepared = Vec::new();
         let mut refused = 0;
         for (at, prompt) in self.prompts.iter().enumerate() {
             match generator.prepare(prompt, &self.options) {
-                // One that is refused takes no draws from the others.
+                // A refused prompt does not shift the others' random streams.
                 Ok(fits) => prepared.push((prompt, Prepared { draw: Some(at as u64), ..fits })),
                 Err(failure) => {
                     refused += 1;
@@ -623,10 +630,10 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
                 }
             }
         }
-        // Several are shown when they are complete, in their order: side by side, nobody could read them.
+        // Show several outputs in order, each when complete.
         let all: Vec<&Prepared> = prepared.iter().map(|(_, prepared)| prepared).collect();
         let done = |row: usize, generated: Generated| {
-            // An interrupt leaves those that were not begun.
+            // After an interrupt, skip prompts that were not started.
             if !generated.tokens.is_empty() {
                 (self.show)(GenerationEvent::Begun(prepared[row].0));
                 (self.show)(GenerationEvent::Text(&generated.text));
@@ -639,7 +646,7 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
         }
         match refused {
             0 => Ok(()),
-            _ => Err(Failure::new(format!("{refused} of {} prompts could not be gone on from", self.prompts.len()))),
+            _ => Err(Failure::new(format!("{refused} of {} prompts failed", self.prompts.len()))),
         }
     }
 }

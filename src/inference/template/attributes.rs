@@ -1,11 +1,11 @@
-//! Attributes and items of values, as Jinja finds them.
+//! Attributes and items of values, with Jinja's lookup rules.
 
 use minijinja::{Error, Value};
 
 use super::methods::Found;
 use super::values::{Kind, Method, as_dict, as_series, int, length, type_name, wrong};
 
-/// `value.name` as Jinja has it: an attribute of Python's object, else an item.
+/// `value.name` in Jinja: an attribute of Python's object, else an item.
 pub(super) fn attribute(value: &Value, name: &str) -> Result<Value, Error> {
     if value.is_undefined() {
         return Err(wrong(format!("what has no value is asked for its attribute {name}: it is undefined")));
@@ -32,7 +32,7 @@ pub(super) fn attribute(value: &Value, name: &str) -> Result<Value, Error> {
     value.get_attr(name)
 }
 
-/// `value[key]` as Jinja has it: an item, else an attribute.
+/// `value[key]` in Jinja: an item, else an attribute.
 pub(super) fn item(value: &Value, key: &Value) -> Result<Value, Error> {
     if value.is_undefined() {
         return Err(wrong("what has no value is asked for an item: it is undefined"));
@@ -60,7 +60,7 @@ fn at(place: i128, length: usize) -> Option<usize> {
     usize::try_from(place).ok().filter(|place| *place < length)
 }
 
-/// That a method is missing here.
+/// The error for an unsupported method.
 pub(super) fn unsupported_method(value: &Value, name: &str) -> Error {
     wrong(format!("the method {name} of '{}' is not supported", type_name(value)))
 }

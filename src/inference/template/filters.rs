@@ -12,7 +12,7 @@ use super::values::{
 };
 use super::{methods, values};
 
-/// The filters that there are. `safe` is read where it does nothing alone.
+/// The supported filters. `safe` is handled by the translator.
 pub(super) const FILTERS: [&str; 42] = [
     "abs",
     "attr",
@@ -58,7 +58,7 @@ pub(super) const FILTERS: [&str; 42] = [
     "wordcount",
 ];
 
-/// The tests that there are, by the names that stand behind `is`.
+/// The supported tests, by their names after `is`.
 pub(super) const TESTS: [&str; 37] = [
     "boolean",
     "callable",
@@ -99,7 +99,7 @@ pub(super) const TESTS: [&str; 37] = [
     ">",
 ];
 
-/// Makes the filters and tests known.
+/// Registers the filters and tests.
 pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_function("__is", |value: Value, name: &str, arguments: Rest<Value>| test(name, &value, &arguments));
     for name in FILTERS {
@@ -453,7 +453,7 @@ pub(super) fn filter(name: &str, value: &Value, arguments: &[Value]) -> Result<V
     })
 }
 
-/// Whether a value passes a test.
+/// Evaluates a test.
 pub(super) fn test(name: &str, value: &Value, arguments: &[Value]) -> Result<bool, Error> {
     let what = format!("the test {name}");
     let count = match name {
@@ -534,9 +534,9 @@ fn without_case(value: &Value) -> Value {
     value.as_str().map_or_else(|| value.clone(), |text| Value::from(text.to_lowercase()))
 }
 
-/// What stands behind the keys, in their order.
+/// The values of the keys, in order.
 fn in_order(mut keyed: Vec<(Value, Value)>, reversed: bool) -> Result<Vec<Value>, Error> {
-    // Equals keep their order in both directions.
+    // Equal items keep their order in both directions.
     if reversed {
         keyed.reverse();
     }
@@ -547,7 +547,7 @@ fn in_order(mut keyed: Vec<(Value, Value)>, reversed: bool) -> Result<Vec<Value>
     Ok(keyed.into_iter().map(|(_, item)| item).collect())
 }
 
-/// A dotted name of a part of a value.
+/// A dotted path into a value.
 struct Path(Vec<Value>);
 
 impl Path {
@@ -565,7 +565,7 @@ impl Path {
         }
     }
 
-    /// The value itself where none is named.
+    /// The value itself, if no path is given.
     fn maybe(value: Option<&Value>) -> Result<Self, Error> {
         match value {
             Some(value) if !value.is_none() => Self::of(value),
@@ -663,13 +663,13 @@ fn title(text: &str) -> String {
     titled
 }
 
-/// Digits with single underscores between them, without these.
+/// Removes single underscores between digits.
 fn without_underscores(text: &str) -> Option<String> {
     let fits = !text.starts_with('_') && !text.ends_with('_') && !text.contains("__");
     fits.then(|| text.replace('_', ""))
 }
 
-/// Digits of other scripts are digits in Python, too.
+/// Python accepts digits of other scripts, too.
 fn ascii_digits(text: &str) -> Result<(), Error> {
     match text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
         true => Err(wrong("a number in digits beyond ASCII is not supported")),

@@ -1,4 +1,4 @@
-//! The chat templates of a model's folder, and the special tokens that they may name.
+//! The chat templates of a model folder, and the special tokens that they may use.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -12,25 +12,24 @@ const SETTINGS: &str = "tokenizer_config.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 const TEMPLATE: &str = "chat_template.jinja";
 const FURTHER: &str = "additional_chat_templates";
-/// What templates know the special tokens by.
+/// Template variables of special tokens.
 const TOKENS: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 const FURTHER_TOKENS: &str = "additional_special_tokens";
 
-/// The name of the template that is taken where none is asked for, and of that for conversations
-/// with tools.
+/// The names of the default template, and of the one for conversations with tools.
 pub(crate) const DEFAULT: &str = "default";
 pub(crate) const TOOL_USE: &str = "tool_use";
 
-/// What a folder has.
+/// The templates and tokens of a folder.
 #[derive(Debug, Default)]
 pub(crate) struct FolderTemplates {
-    /// Templates by name. One alone is called `default`.
+    /// Templates by name. A single one is called `default`.
     pub(crate) templates: Vec<(String, String)>,
-    /// Special tokens by name: those alone that there are.
+    /// Special tokens by name, if set.
     pub(crate) tokens: Map<String, Value>,
 }
 
-/// Where templates are looked for, for whoever misses one.
+/// Where templates are looked for, for error messages.
 pub(crate) fn places(folder: &Path) -> String {
     if folder.is_file() {
         return "there is no tokenizer.chat_template".into();
@@ -38,8 +37,8 @@ pub(crate) fn places(folder: &Path) -> String {
     format!("neither {TEMPLATE} nor chat_template in {SETTINGS}")
 }
 
-/// Reads the templates of a model's folder: files come before the tokenizer's settings, as in
-/// `transformers`. A GGUF file has its own.
+/// Reads the templates of a model folder. Files take precedence over the tokenizer's settings, as
+/// in `transformers`. A GGUF file has its own.
 ///
 /// # Errors
 /// If a file cannot be read.
@@ -91,7 +90,7 @@ fn files(folder: &Path) -> Result<Vec<(String, String)>, Failure> {
     Ok(templates)
 }
 
-/// The template in a tokenizer's settings, or the several of them.
+/// The template in a tokenizer's settings, or several.
 fn in_settings(template: &Value) -> Vec<(String, String)> {
     match template {
         Value::String(text) => vec![(DEFAULT.into(), text.clone())],
@@ -103,15 +102,14 @@ fn in_settings(template: &Value) -> Vec<(String, String)> {
     }
 }
 
-/// A token: its text, or an object with the text in it.
+/// A token: its text, or an object with its text.
 fn token(value: &Value) -> Option<String> {
     let text = value.as_str().or(value["content"].as_str())?;
     (!text.is_empty()).then(|| text.to_string())
 }
 
-/// The special tokens of the tokenizer's settings and of the map beside them. Settings that list
-/// all added tokens are newer than the map, and what they name stands; it stands behind the map's
-/// where they do not.
+/// The special tokens of the tokenizer's settings and of the separate map. Settings that list all
+/// added tokens are newer and take precedence over the map; otherwise the map does.
 fn tokens(settings: &Value, map: &Value) -> Map<String, Value> {
     let newer = settings.get("added_tokens_decoder").is_some();
     let chosen = |name: &str| match newer {

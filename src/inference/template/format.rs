@@ -1,4 +1,4 @@
-//! Python's two ways of formatting: `'%s' % value` and `'{}'.format(value)`.
+//! Python's two string formats: `'%s' % value` and `'{}'.format(value)`.
 
 use minijinja::{Error, Value};
 
@@ -6,11 +6,11 @@ use super::attributes::{attribute, item};
 use super::print::{Align, float_text, padded, shown, text};
 use super::values::{Kind, Number, apart, as_dict, as_series, defined, int, number, type_name, wrong};
 
-/// How a value is to be written.
+/// A format specification.
 struct Spec {
     fill: char,
     align: Option<Align>,
-    /// What stands before a number that is not negative.
+    /// Sign of a number that is not negative.
     plus: &'static str,
     alternate: bool,
     width: i64,
@@ -147,7 +147,7 @@ pub(super) fn percent(format: &str, value: &Value) -> Result<String, Error> {
         });
     }
     written.push_str(rest);
-    // A dict alone may be left over.
+    // Only a dict may have unused values.
     if values.next().is_some() && !named && (several.is_some() || as_dict(value).is_none()) {
         let unread = as_series(value).is_some_and(|series| series.kind == Kind::List);
         if !unread || format.contains('%') {
@@ -370,7 +370,7 @@ impl Spec {
     }
 }
 
-/// Digits in groups of three.
+/// Groups digits by three.
 fn grouped(digits: &str, group: char, spec: &Spec) -> Result<String, Error> {
     if spec.fill == '0' && spec.width > 0 {
         return Err(wrong("a format with zeros and groups is not supported"));

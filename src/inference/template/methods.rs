@@ -1,4 +1,4 @@
-//! The methods of Python's strings, lists and dicts that do not change them.
+//! The non-mutating methods of Python's strings, lists and dicts.
 
 use minijinja::{Error, Value};
 
@@ -7,13 +7,13 @@ use super::values::{
     Arguments, Kind, as_dict, as_series, dict, equal, from_int, int, items_of, list, of_kind, tuple, type_name, wrong,
 };
 
-/// What a name is for a value in Python.
+/// What a name refers to, for a value in Python.
 pub(super) enum Found {
     /// A method that can be called.
     Method,
-    /// One that would change the value, which the sandbox of `transformers` hides.
+    /// A mutating method, which the sandbox of `transformers` forbids.
     Unsafe,
-    /// One that is missing here.
+    /// A method that is not supported.
     Unsupported,
 }
 
@@ -78,7 +78,7 @@ const NUMBER_UNSUPPORTED: [&str; 12] = [
     "to_bytes",
 ];
 
-/// What a name is for a value.
+/// What a name refers to, for a value.
 pub(super) fn find(value: &Value, name: &str) -> Option<Found> {
     let one_of = |methods: &[&str], hidden: &[&str], missing: &[&str]| match name {
         _ if methods.contains(&name) => Some(Found::Method),
@@ -104,7 +104,7 @@ pub(super) fn find(value: &Value, name: &str) -> Option<Found> {
     }
 }
 
-/// Calls a method that [`find`] found.
+/// Calls a method found by [`find`].
 pub(super) fn call(value: &Value, name: &str, arguments: &[Value]) -> Result<Value, Error> {
     if let Some(text) = value.as_str() {
         return of_string(text, name, arguments);
@@ -151,7 +151,7 @@ pub(super) fn call(value: &Value, name: &str, arguments: &[Value]) -> Result<Val
     }
 }
 
-/// The bounds that the second and third argument are, in something so long.
+/// The range given by the second and third argument, for a length.
 fn part(arguments: &Arguments, length: usize) -> Result<(usize, usize), Error> {
     let bound = |place: usize, default: usize| -> Result<usize, Error> {
         let Some(value) = arguments.value(place).filter(|value| !value.is_none()) else { return Ok(default) };
@@ -162,7 +162,7 @@ fn part(arguments: &Arguments, length: usize) -> Result<(usize, usize), Error> {
     Ok((bound(1, 0)?, bound(2, length)?.min(length)))
 }
 
-/// White space as Python's strings have it.
+/// White space of Python's strings.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
@@ -179,7 +179,7 @@ pub(super) fn capitalize(text: &str) -> String {
     first + &chars.as_str().to_lowercase()
 }
 
-/// The few letters whose titles are not their capitals aside.
+/// Except for the few letters whose title case differs from their upper case.
 fn title_case(c: char) -> String {
     match c {
         'ß' => "Ss".into(),
@@ -212,7 +212,7 @@ fn of_string(s: &str, name: &str, arguments: &[Value]) -> Result<Value, Error> {
         none()?;
         Ok(Value::from(!s.is_empty() && s.chars().all(fits)))
     };
-    // What of other scripts is a digit, Python and Rust see in different ways.
+    // Python and Rust disagree on digits of other scripts.
     let digits = || match s.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
         true => Err(wrong(format!("{what} of digits beyond ASCII is not supported"))),
         false => every(&|c| c.is_ascii_digit()),
@@ -414,7 +414,7 @@ fn words_from_the_end(text: &str, most: usize) -> Vec<&str> {
     words
 }
 
-/// Lines as Python's `splitlines` cuts them.
+/// Splits lines like Python's `splitlines`.
 pub(super) fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
     let ends =
         |c: char| matches!(c, '\n' | '\r' | '\x0b' | '\x0c' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}');
@@ -432,7 +432,7 @@ pub(super) fn lines(text: &str, keep_ends: bool) -> Vec<&str> {
     lines
 }
 
-/// Python's `str` of each, joined.
+/// Concatenates Python's `str` of each.
 pub(super) fn joined(items: &[Value], between: &str) -> Result<Value, Error> {
     Ok(Value::from(items.iter().map(text).collect::<Result<Vec<_>, _>>()?.join(between)))
 }

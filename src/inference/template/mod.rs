@@ -1,15 +1,15 @@
-//! Chat templates, rendered as `transformers` renders them with Jinja in Python.
+//! Renders chat templates as `transformers` does with Jinja in Python.
 //!
-//! A template is translated (`translate/`) for `minijinja`, which keeps text, white space,
-//! scopes, loops and macros; values, operators, methods and filters are Python's, in the other
-//! files here. What is not known is refused by its name.
+//! A template is translated (`translate/`) for `minijinja`, which handles text, white space,
+//! scopes, loops and macros. Values, operators, methods and filters have Python's semantics, in the
+//! other files here. Unsupported features are refused by name.
 
 use std::fmt::Write;
 use std::sync::Arc;
 
 use chrono::{DateTime, Local, NaiveDateTime};
 use minijinja::value::Rest;
-use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::failure::Failure;
@@ -26,26 +26,30 @@ mod values;
 
 use values::{Arguments, as_dict, dict, items_of, wrong};
 
-/// The most instructions of a template, and how deep its macros and loops may nest. Memory is not
-/// bounded.
+/// Limits of instructions, and of the nesting of macros and loops. Memory is not limited.
 const FUEL: u64 = 10_000_000;
 const DEPTH: usize = 100;
 /// The longest range, as in Jinja's sandbox.
 const LONGEST_RANGE: i128 = 100_000;
 const NAME: &str = "chat";
+/// The filter of what stands between `{% generation %}` and `{% endgeneration %}`.
+const GENERATION: &str = "generation_block";
+/// A variable of two characters, which that filter puts before and behind.
+const GENERATION_MARKS: &str = "generation_block_marks";
 
-/// A template that can be rendered.
+/// A compiled template.
 #[derive(Debug)]
 pub struct Template {
     environment: Environment<'static>,
     source: String,
+    marks_generations: bool,
 }
 
 impl Template {
-    /// Reads a template.
+    /// Compiles a template.
     ///
     /// # Errors
-    /// If it is no template, or uses what is not supported.
+    /// If it is invalid or uses an unsupported feature.
     pub fn new(source: &str) -> Result<Self, Failure> {
         let translated =
             translate::translate(source).map_err(|wrong| Failure::new(format!("the chat template, {wrong}")))?;
@@ -66,11 +70,24 @@ impl Template {
         });
         environment.add_function("range", |arguments: Rest<Value>| range(&arguments));
         environment.add_function("dict", |arguments: Rest<Value>| to_dict(&arguments));
+        environment.add_filter(GENERATION, |state: &State, block: Value| {
+            let marks = state.lookup(GENERATION_MARKS).and_then(|marks| marks.as_str().map(str::to_string));
+            let Some([begin, end]) = marks
+                .map(|marks| marks.chars().collect::<Vec<_>>())
+                .as_deref()
+                .map(<[char; 2]>::try_from)
+                .and_then(Result::ok)
+            else {
+                return block;
+            };
+            Value::from_safe_string(format!("{begin}{block}{end}"))
+        });
         environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
             Err(wrong(print::text(&message)?))
         });
-        let template =
-            Self { environment, source: source.to_string() }.with_clock(Arc::new(|| Local::now().naive_local()));
+        let marks_generations = translated.contains(&format!("filter {GENERATION} "));
+        let template = Self { environment, source: source.to_string(), marks_generations }
+            .with_clock(Arc::new(|| Local::now().naive_local()));
         template.compiled(translated)
     }
 
@@ -84,28 +101,42 @@ impl Template {
         self
     }
 
-    /// The same for which it is always this time: seconds since the beginning of 1970 by the clock
-    /// on the wall.
+    /// Fixes the template's clock, in seconds of local time since 1970.
     pub fn at(self, seconds: i64) -> Self {
         let now = DateTime::from_timestamp(seconds, 0).unwrap_or_default().naive_utc();
         self.with_clock(Arc::new(move || now))
     }
 
-    /// Its text.
+    /// Its source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Whether it has a use for a variable of this name, such as `tools`.
+    /// Whether it uses a variable of this name, such as `tools`.
     pub fn knows(&self, variable: &str) -> bool {
         let template = self.environment.get_template(NAME);
         template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
     }
 
-    /// The text that it makes of these variables.
+    /// Whether it says which parts the assistant writes, by `{% generation %}`.
+    pub fn marks_generations(&self) -> bool {
+        self.marks_generations
+    }
+
+    /// As [`render`](Self::render), with `marks` before and behind what the assistant writes, where the template says what that is.
     ///
     /// # Errors
-    /// If the template refuses them, or cannot be followed.
+    /// As [`render`](Self::render).
+    pub fn render_marked(&self, variables: &Map<String, Json>, marks: [char; 2]) -> Result<String, Failure> {
+        let mut variables = variables.clone();
+        variables.insert(GENERATION_MARKS.into(), String::from_iter(marks).into());
+        self.render(&variables)
+    }
+
+    /// Renders it with these variables.
+    ///
+    /// # Errors
+    /// If the template refuses them or fails.
     pub fn render(&self, variables: &Map<String, Json>) -> Result<String, Failure> {
         let values = variables.iter().map(|(name, value)| Ok((name.as_str(), values::from_json(value)?)));
         let values = values.collect::<Result<Vec<_>, Error>>().map_err(|error| told(&error))?;
@@ -171,7 +202,7 @@ fn to_dict(arguments: &[Value]) -> Result<Value, Error> {
     dict(entries.into_iter().chain(named.into_iter().map(|(name, value)| (Value::from(name), value))))
 }
 
-/// A date as Python's `strftime` writes it, of a time without a zone.
+/// A date in Python's `strftime` format, for a time without zone.
 fn date(now: NaiveDateTime, format: &str) -> Result<String, Error> {
     let mut written = String::new();
     let mut chars = format.chars();

@@ -1,5 +1,4 @@
-//! Python's operators, attributes and subscripts, as the functions that a translated template
-//! calls.
+//! Python's operators, attributes and subscripts, as functions called by translated templates.
 
 use std::cmp::Ordering;
 
@@ -14,10 +13,10 @@ use super::values::{
     number, of_kind, storable, tuple, type_name, wrong,
 };
 
-/// The longest string or list that a product makes.
+/// Maximum length of a repeated string or list.
 const LONGEST: usize = 1 << 24;
 
-/// Makes the operators known.
+/// Registers the operators.
 pub(super) fn add_to(environment: &mut Environment<'_>) {
     environment.add_function("__value", |value: Value| value);
     environment.add_function("__last", |mut values: Rest<Value>| {
@@ -155,7 +154,7 @@ fn floor_divide(a: &Value, b: &Value) -> Result<Value, Error> {
     arithmetic("//", a, b, ints, |a, b| (a - modulo(a, b)) / b)
 }
 
-/// What is left of a division, with the sign of the divisor.
+/// The remainder of a division, with the divisor's sign.
 fn modulo(a: f64, b: f64) -> f64 {
     let left = a % b;
     match left == 0.0 {

@@ -1,11 +1,11 @@
-//! Values as Python prints them: `str`, `repr`, and JSON as `json.dumps` writes it.
+//! Prints values as Python does: `str`, `repr`, and `json.dumps`.
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, Value};
 
 use super::values::{Kind, Number, as_dict, as_series, int, number, type_name, wrong};
 
-/// How deep lists may nest that are printed.
+/// Maximum nesting of printed lists.
 const DEPTH: usize = 200;
 
 /// Python's `str`.
@@ -78,7 +78,7 @@ fn show(value: &Value, written: &mut String, depth: usize) -> Result<(), Error> 
     Ok(())
 }
 
-/// A string in quotes.
+/// A quoted string.
 fn quote(text: &str, written: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     written.push(quote);
@@ -100,8 +100,8 @@ fn quote(text: &str, written: &mut String) {
     written.push(quote);
 }
 
-/// Python's `isprintable` for a character: Rust shows the same ones without an escape, but for
-/// marks in front.
+/// Python's `isprintable` of a character: Rust's unescaped ones, except for combining marks at the
+/// start.
 fn is_printable(c: char) -> bool {
     if c.is_ascii() {
         return (' '..='~').contains(&c);
@@ -110,7 +110,7 @@ fn is_printable(c: char) -> bool {
     text.escape_debug().count() == 2
 }
 
-/// A float as Python's `repr` has it: the shortest digits that say it.
+/// A float in Python's `repr`: the shortest digits that round-trip.
 pub(super) fn float_text(float: f64) -> String {
     if float.is_nan() {
         return "nan".into();
@@ -129,11 +129,11 @@ pub(super) fn float_text(float: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// How JSON is written.
+/// JSON style.
 pub(super) struct JsonStyle {
     pub(super) ascii: bool,
     pub(super) sorted: bool,
-    /// What stands at the beginning of a line, for each level.
+    /// Indentation per level.
     pub(super) indent: Option<String>,
     pub(super) comma: String,
     pub(super) colon: String,
@@ -247,17 +247,17 @@ fn json_text(text: &str, ascii: bool, written: &mut String) {
     written.push('"');
 }
 
-/// On which side a text stands.
+/// Alignment of text.
 #[derive(Clone, Copy)]
 pub(super) enum Align {
     Left,
     Right,
     Center,
-    /// Between the sign and the digits.
+    /// Padding between the sign and the digits.
     Sign,
 }
 
-/// A text with characters beside it up to a width.
+/// Pads text to a width.
 pub(super) fn padded(text: &str, width: i64, fill: char, align: Align) -> Result<String, Error> {
     let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
     if missing > 1 << 20 {
@@ -268,7 +268,7 @@ pub(super) fn padded(text: &str, width: i64, fill: char, align: Align) -> Result
         Align::Left => text.to_string() + &spaces(missing),
         Align::Right => spaces(missing) + text,
         Align::Center => {
-            // As Python rounds.
+            // Rounds like Python.
             let left = missing / 2 + (missing & usize::try_from(width).unwrap_or(0) & 1);
             spaces(left) + text + &spaces(missing - left)
         }

@@ -1,5 +1,4 @@
-//! Python's values for templates: lists, tuples, dicts and what else Python makes of them, as
-//! objects of `minijinja`.
+//! Python's values for templates: lists, tuples, dicts and other types, as objects of `minijinja`.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -10,10 +9,10 @@ use minijinja::value::{Enumerator, Object, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 use serde_json::Value as Json;
 
-/// How deep values may nest.
+/// Maximum nesting of values.
 const DEPTH: u32 = 200;
 
-/// What a sequence is in Python.
+/// Python type of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     List,
@@ -24,7 +23,7 @@ pub(super) enum Kind {
     Keys,
     Values,
     Items,
-    /// Read once, and always true.
+    /// An iterator: read once, always true.
     Generator,
 }
 
@@ -33,7 +32,7 @@ pub(super) enum Kind {
 pub(super) struct Series {
     pub(super) kind: Kind,
     items: Vec<Value>,
-    /// How Python shows a range.
+    /// How Python prints a range.
     pub(super) shown: String,
     depth: u32,
     spent: atomic::AtomicBool,
@@ -58,7 +57,7 @@ impl Object for Series {
 }
 
 impl Series {
-    /// What is in it; of a generator what was not read before.
+    /// Its items; for a generator, those not yet read.
     pub(super) fn items(&self) -> &[Value] {
         match self.kind == Kind::Generator && self.spent.swap(true, atomic::Ordering::Relaxed) {
             true => &[],
@@ -79,7 +78,7 @@ fn made(kind: Kind, items: Vec<Value>, shown: String) -> Value {
     }
 }
 
-/// How deep values nest in a value.
+/// Nesting depth of a value.
 fn depth(value: &Value) -> u32 {
     if let Some(series) = as_series(value) {
         return series.depth;
@@ -89,13 +88,13 @@ fn depth(value: &Value) -> u32 {
     }
     match value.downcast_object_ref::<Method>() {
         Some(method) => depth(&method.of),
-        // What it has in it is not known, and may be itself.
+        // Its content is unknown and may include itself.
         None if is_namespace(value) || value.kind() == ValueKind::Invalid => u32::MAX,
         None => 0,
     }
 }
 
-/// Refuses values that nest so deep that there is no way back.
+/// Refuses values nested too deeply to recurse into.
 fn bounded(depth: u32) -> Result<(), Error> {
     match depth <= DEPTH {
         true => Ok(()),
@@ -103,7 +102,7 @@ fn bounded(depth: u32) -> Result<(), Error> {
     }
 }
 
-/// A value that was made, unless it nests too deep.
+/// Checks the nesting of a new value.
 pub(super) fn checked(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::Invalid => bounded(u32::MAX).map(|()| value),
@@ -111,7 +110,7 @@ pub(super) fn checked(value: Value) -> Result<Value, Error> {
     }
 }
 
-/// Refuses what may not be put into a namespace.
+/// Refuses values that a namespace cannot hold.
 pub(super) fn storable(value: &Value) -> Result<(), Error> {
     bounded(depth(value))
 }
@@ -136,7 +135,7 @@ pub(super) fn range(items: Vec<Value>, shown: String) -> Value {
     made(Kind::Range, items, shown)
 }
 
-/// A dict, in the order in which its keys came.
+/// A dict, in insertion order.
 #[derive(Debug, Default)]
 pub(super) struct Dict {
     entries: Vec<(Value, Value)>,
@@ -155,7 +154,7 @@ enum Key {
 }
 
 impl Key {
-    /// What Python finds a key by: whole floats and booleans are integers.
+    /// Python's key equality: whole floats and booleans equal integers.
     fn of(value: &Value) -> Result<Self, Error> {
         if let Some(text) = value.as_str() {
             return Ok(Self::Text(text.to_string()));
@@ -232,7 +231,7 @@ pub(super) fn as_series(value: &Value) -> Option<&Series> {
     value.downcast_object_ref()
 }
 
-/// A method of a value that is not called yet.
+/// A bound method, not yet called.
 #[derive(Debug)]
 pub(super) struct Method {
     pub(super) of: Value,
@@ -240,7 +239,7 @@ pub(super) struct Method {
     pub(super) call: Call,
 }
 
-/// Calls a method of a value by its name.
+/// Calls a named method of a value.
 type Call = fn(&Value, &str, &[Value]) -> Result<Value, Error>;
 
 impl Object for Method {
@@ -253,7 +252,7 @@ impl Object for Method {
     }
 }
 
-/// JSON as Python reads it.
+/// Converts JSON as Python does.
 pub(super) fn from_json(json: &Json) -> Result<Value, Error> {
     Ok(match json {
         Json::Null => Value::from(()),
@@ -277,7 +276,7 @@ pub(super) fn wrong(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
-/// A number; booleans are, too.
+/// A number, booleans included.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Number {
     Int(i128),
@@ -313,7 +312,7 @@ pub(super) fn from_int(int: i128) -> Value {
     i64::try_from(int).map_or_else(|_| Value::from(int), Value::from)
 }
 
-/// What Python calls the type of a value.
+/// Python's name of a value's type.
 pub(super) fn type_name(value: &Value) -> &'static str {
     if let Some(series) = as_series(value) {
         return match series.kind {
@@ -341,7 +340,7 @@ pub(super) fn type_name(value: &Value) -> &'static str {
     }
 }
 
-/// What a loop over a value has.
+/// The items of a loop over a value.
 pub(super) fn items_of(value: &Value) -> Result<Vec<Value>, Error> {
     if let Some(series) = as_series(value) {
         return Ok(series.items().to_vec());
@@ -358,7 +357,7 @@ pub(super) fn items_of(value: &Value) -> Result<Vec<Value>, Error> {
     Err(wrong(format!("'{}' object is not iterable", type_name(value))))
 }
 
-/// What `len` is in Python.
+/// Python's `len`.
 pub(super) fn length(value: &Value) -> Result<usize, Error> {
     match (as_series(value), as_dict(value), value.as_str()) {
         (Some(series), ..) if series.kind != Kind::Generator => Ok(series.items.len()),
@@ -403,7 +402,7 @@ pub(super) fn equal(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Whether two are one object.
+/// Python's `is`.
 pub(super) fn same_object(a: &Value, b: &Value) -> bool {
     match (a.as_object(), b.as_object()) {
         (Some(a), Some(b)) => {
@@ -419,7 +418,7 @@ pub(super) fn same_object(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Python's order of two values, for what `operator` asks; none of numbers that are none.
+/// Python's order of two values, for `operator`; none if a number is NaN.
 pub(super) fn compare(operator: &str, a: &Value, b: &Value) -> Result<Option<Ordering>, Error> {
     for value in [a, b] {
         defined(value)?;
@@ -452,7 +451,7 @@ pub(super) fn compare(operator: &str, a: &Value, b: &Value) -> Result<Option<Ord
     Err(wrong(format!("'{operator}' not supported between instances of '{}' and '{}'", type_name(a), type_name(b))))
 }
 
-/// Sorts by Python's `<`, and keeps the order of equals.
+/// A stable sort by Python's `<`.
 pub(super) fn sort<T>(items: &mut [T], key: impl Fn(&T) -> &Value) -> Result<(), Error> {
     let mut refused = None;
     items.sort_by(|a, b| match compare("<", key(a), key(b)) {
@@ -465,19 +464,19 @@ pub(super) fn sort<T>(items: &mut [T], key: impl Fn(&T) -> &Value) -> Result<(),
     refused.map_or(Ok(()), Err)
 }
 
-/// Refuses what is not defined.
+/// Refuses undefined values.
 pub(super) fn defined(value: &Value) -> Result<(), Error> {
     if value.is_undefined() { Err(wrong("a value that is used is undefined")) } else { Ok(()) }
 }
 
-/// Arguments, by the places and the names that they may have. An empty name has a place alone.
+/// Arguments by position and name. An empty name is positional only.
 pub(super) struct Arguments {
     what: String,
     values: Vec<Option<Value>>,
 }
 
 impl Arguments {
-    /// Those of a call of `what`, of which the first `required` must be there.
+    /// The arguments of a call of `what`, the first `required` of which are required.
     pub(super) fn bind(what: &str, arguments: &[Value], names: &[&str], required: usize) -> Result<Self, Error> {
         let (places, named) = apart(arguments)?;
         if places.len() > names.len() {
@@ -502,7 +501,7 @@ impl Arguments {
         self.values.get(place)?.as_ref()
     }
 
-    /// One that must be there.
+    /// A required argument.
     pub(super) fn needed(&self, place: usize) -> Result<&Value, Error> {
         self.value(place).ok_or_else(|| wrong(format!("{} lacks an argument", self.what)))
     }
@@ -516,7 +515,7 @@ impl Arguments {
         value.as_str().ok_or_else(|| self.other(value, "a string"))
     }
 
-    /// A string, or nothing where that is `None` or missing.
+    /// A string, or nothing for `None` or a missing argument.
     pub(super) fn maybe_text(&self, place: usize) -> Result<Option<&str>, Error> {
         match self.value(place) {
             None => Ok(None),
@@ -539,10 +538,10 @@ impl Arguments {
     }
 }
 
-/// Arguments with places, and those with names.
+/// Positional and keyword arguments.
 type Apart<'a> = (&'a [Value], Vec<(String, Value)>);
 
-/// Tells arguments with places from those with names.
+/// Separates positional from keyword arguments.
 pub(super) fn apart(arguments: &[Value]) -> Result<Apart<'_>, Error> {
     let Some((last, places)) = arguments.split_last().filter(|(last, _)| last.is_kwargs()) else {
         return Ok((arguments, Vec::new()));

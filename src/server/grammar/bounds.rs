@@ -1,4 +1,4 @@
-//! What schemas and grammars may be, before anything is made of them.
+//! Limits of schemas and grammars, checked before compilation.
 
 use std::collections::HashSet;
 
@@ -7,38 +7,36 @@ use serde_json::Value;
 use crate::failure::Failure;
 use crate::server::schema::{DATA, each_schema};
 
-/// Schemas within each other, those that `$ref` leads to included: each takes some of a compiler's
+/// Maximum nesting of schemas, `$ref` targets included: each level takes some of a compiler's
 /// stack.
 pub(super) const DEPTH: usize = 400;
-/// Schemas, each of those that `$ref` leads to counted once.
+/// Maximum number of schemas, counting each `$ref` target once.
 const SCHEMAS: usize = 10_000;
-/// Names of properties.
+/// Maximum number of property names.
 const PROPERTIES: usize = 2_000;
-/// Different patterns of names of properties, each of which is compared with all others.
+/// Maximum number of distinct property patterns, which are compared pairwise.
 const NAME_PATTERNS: usize = 16;
-/// Values of all `enum` and `const`, and choices.
+/// Maximum number of values of all `enum` and `const`, and choices.
 const VALUES: usize = 10_000;
-/// Bytes of names, values and choices.
+/// Maximum bytes of names, values and choices.
 const TEXT_BYTES: usize = 256 << 10;
-/// Bytes of regular expressions.
+/// Maximum bytes of regular expressions.
 const PATTERN_BYTES: usize = 32 << 10;
-/// Bytes of a grammar in Lark's form.
+/// Maximum bytes of a Lark grammar.
 const GRAMMAR_BYTES: usize = 64 << 10;
-/// Definitions and brackets of a grammar: a chain of all of them fits a compiler's stack.
+/// Maximum definitions and brackets of a grammar: a chain of all of them fits a compiler's stack.
 const GRAMMAR_PARTS: usize = 4_000;
 
-/// How often something may be repeated within a complement, repeats of repeats included: the
-/// compiler goes through all of them.
+/// Maximum repeats within a complement, nested ones multiplied: the compiler enumerates them.
 const REPEATS: usize = 10_000;
-/// The least number of a bound or a value: the compiler goes round and round with less, until its
-/// stack is full.
+/// Minimum of a bound or value: below it the compiler recurses until its stack is full.
 const LEAST: f64 = -9.2e18;
 
-/// Formats that are kept to. JSON Schema has others passed over.
+/// The supported formats. Others are ignored, as JSON Schema allows.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
 
-/// Counts what is compiled.
+/// Counts what will be compiled.
 #[derive(Default)]
 pub(super) struct Counts {
     schemas: usize,
@@ -50,10 +48,10 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    /// Counts a schema and all that it leads to.
+    /// Counts a schema and all its references.
     ///
     /// # Errors
-    /// If there is more than is compiled.
+    /// If a limit is exceeded.
     pub(super) fn schema(&mut self, schema: &Value) -> Result<(), Failure> {
         SchemaWalk { root: schema, seen: HashSet::new(), counts: self }.schema(schema, 1)
     }
@@ -61,7 +59,7 @@ impl Counts {
     /// Counts choices.
     ///
     /// # Errors
-    /// If there is more than is compiled.
+    /// If a limit is exceeded.
     pub(super) fn choices(&mut self, choices: &[String]) -> Result<(), Failure> {
         choices.iter().try_for_each(|choice| self.value(choice.len()))
     }
@@ -69,28 +67,28 @@ impl Counts {
     /// Counts a regular expression.
     ///
     /// # Errors
-    /// If there is more than is compiled.
+    /// If a limit is exceeded.
     pub(super) fn pattern(&mut self, pattern: &str) -> Result<(), Failure> {
         self.patterns += pattern.len();
         within(self.patterns, PATTERN_BYTES, "bytes of regular expressions")
     }
 
-    /// Counts a grammar in Lark's form, with its schemas.
+    /// Counts a Lark grammar, with its schemas.
     ///
     /// # Errors
-    /// If there is more than is compiled.
+    /// If a limit is exceeded.
     pub(super) fn lark(&mut self, grammar: &str) -> Result<(), Failure> {
         within(grammar.len(), GRAMMAR_BYTES, "bytes")?;
-        // Those within strings are counted, too: where a string ends takes a parser to tell.
+        // Those within strings are counted, too: only a parser could tell.
         let parts = grammar.bytes().filter(|byte| matches!(byte, b':' | b'(' | b'[' | b'{' | b'~')).count();
         within(parts, GRAMMAR_PARTS, "definitions and brackets")?;
         let complement = |rest: &str| rest.trim_start().starts_with(|next: char| !next.is_ascii_digit());
         if grammar.split('~').skip(1).any(complement) {
-            within(repeats(grammar), REPEATS, "repeats beside a complement")?;
+            within(repeats(grammar), REPEATS, "repeats next to a complement")?;
         }
         for (at, mark) in grammar.match_indices("%json") {
             let mut values = serde_json::Deserializer::from_str(&grammar[at + mark.len()..]).into_iter::<Value>();
-            // What is no JSON is refused where it is read.
+            // Invalid JSON is refused where it is read.
             if let Some(Ok(schema)) = values.next() {
                 self.schema(&schema)?;
             }
@@ -119,11 +117,11 @@ impl Counts {
 fn within(count: usize, most: usize, what: &str) -> Result<(), Failure> {
     match count <= most {
         true => Ok(()),
-        false => Err(Failure::usage(format!("it is too large: {most} {what} are allowed"))),
+        false => Err(Failure::usage(format!("it is too large: at most {most} {what} are allowed"))),
     }
 }
 
-/// Goes through a schema the way that it is compiled.
+/// Visits a schema in the order of compilation.
 struct SchemaWalk<'a, 'b> {
     root: &'a Value,
     seen: HashSet<&'a str>,
@@ -150,7 +148,7 @@ impl<'a> SchemaWalk<'a, '_> {
                 Some(schema) if self.seen.insert(target) => self.schema(schema, depth),
                 _ => Ok(()),
             },
-            // Compiled where a reference leads to them.
+            // Compiled where they are referenced.
             ("$defs" | "definitions", _) => Ok(()),
             ("properties", Value::Object(named)) => named.iter().try_for_each(|(name, schema)| {
                 self.counts.property(name)?;
@@ -175,7 +173,7 @@ impl<'a> SchemaWalk<'a, '_> {
         }
     }
 
-    /// A value that a text has to have.
+    /// A required value.
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Failure> {
         self.deeper(depth)?;
         self.counts.value(value.as_str().map_or(0, str::len))?;
@@ -194,13 +192,13 @@ impl<'a> SchemaWalk<'a, '_> {
         match depth <= DEPTH {
             true => Ok(()),
             false => Err(Failure::usage(format!(
-                "it is too deep: {DEPTH} schemas within each other are allowed, those behind references included"
+                "it is nested too deeply: at most {DEPTH} levels of schemas are allowed, references included"
             ))),
         }
     }
 }
 
-/// The product of all counts in a text, as if each repeated another.
+/// The product of all counts, as if they were nested.
 fn repeats(text: &str) -> usize {
     let text = text.replace(' ', "");
     let bytes = text.as_bytes();
@@ -213,12 +211,12 @@ fn repeats(text: &str) -> usize {
 
 fn not_too_low(number: &Value) -> Result<(), Failure> {
     match number.as_f64().is_some_and(|number| number < LEAST) {
-        true => Err(Failure::usage(format!("{number} is too low: numbers from {LEAST} are followed"))),
+        true => Err(Failure::usage(format!("{number} is too low: the minimum is {LEAST}"))),
         false => Ok(()),
     }
 }
 
-/// What a reference leads to, as the compiler finds it.
+/// The target of a reference, as the compiler resolves it.
 fn find<'a>(root: &'a Value, target: &str) -> Option<&'a Value> {
     let path = target.strip_prefix('#')?;
     if path.is_empty() || path == "/" {
@@ -230,7 +228,7 @@ fn find<'a>(root: &'a Value, target: &str) -> Option<&'a Value> {
     })
 }
 
-/// Takes unknown formats out of a schema.
+/// Removes unknown formats from a schema.
 pub(super) fn pass_over_formats(schema: &mut Value) {
     each_schema(schema, &mut |fields| {
         if fields.get("format").and_then(Value::as_str).is_some_and(|format| !FORMATS.contains(&format)) {
@@ -249,7 +247,7 @@ mod tests {
         Counts::default().schema(schema).err().map(|failure| failure.to_string())
     }
 
-    /// A chain of definitions, each of which leads to the next one.
+    /// A chain of definitions, each of which refers to the next.
     fn chain(length: usize, link: impl Fn(Value) -> Value) -> Value {
         let next = |at: usize| match at + 1 == length {
             true => json!({ "type": "integer" }),
@@ -265,13 +263,13 @@ mod tests {
         assert_eq!(refused(&chain(120, object)), None);
         for link in [object, |inner| json!({ "items": inner }), |inner| json!({ "anyOf": [inner, true] })] {
             let reason = refused(&chain(300, link)).expect("it is refused");
-            assert!(reason.contains("too deep: 400"), "{reason}");
+            assert!(reason.contains("too deeply: at most 400"), "{reason}");
         }
         let nested = (0..640).fold(json!({}), |inner, _| object(inner));
-        assert!(refused(&nested).is_some_and(|reason| reason.contains("too deep")));
+        assert!(refused(&nested).is_some_and(|reason| reason.contains("too deeply")));
         let constant = (0..640).fold(json!(1), |inner, _| json!([inner]));
-        assert!(refused(&json!({ "const": constant })).is_some_and(|reason| reason.contains("too deep")));
-        // One that leads back to itself has an end.
+        assert!(refused(&json!({ "const": constant })).is_some_and(|reason| reason.contains("too deeply")));
+        // A cycle ends, too.
         assert_eq!(refused(&json!({ "properties": { "next": { "$ref": "#" } } })), None);
         assert_eq!(refused(&chain(300, |_| json!({ "$ref": "#/$defs/a0" }))), None);
     }

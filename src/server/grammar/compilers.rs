@@ -1,4 +1,4 @@
-//! Threads that compile grammars, apart from those that speak HTTP.
+//! Threads that compile grammars, separate from the HTTP threads.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,26 +9,23 @@ use tokio::sync::oneshot;
 use super::{Compiled, Full};
 use crate::failure::Failure;
 
-/// Grammars that are compiled at a time, if there are cores for it: the others are for those who
-/// need none.
+/// Maximum number of grammars compiled at a time; the remaining cores serve other requests.
 const THREADS: usize = 2;
-/// Stack of a thread, of which only what is used takes memory: the deepest schema that is let in
-/// takes a few MiB of it.
+/// Stack of a thread, committed on use: the deepest allowed schema takes a few MiB.
 const STACK: usize = 256 << 20;
-/// Grammars that wait.
+/// Maximum number of waiting grammars.
 const WAITING: usize = 64;
-/// How long a grammar may take. The slowest that are known to pass the bounds take two seconds of a
-/// core without optimization.
+/// Time limit of a grammar. The slowest known ones within the limits take two seconds of a core,
+/// unoptimized.
 const LONGEST: Duration = Duration::from_secs(10);
-/// Threads that nobody waits for any more, since theirs takes longer. Beyond these no grammars are
-/// taken until one ends.
+/// Maximum number of abandoned threads that still run. Above it no grammars are accepted until one
+/// ends.
 const GIVEN_UP: usize = 4;
 
 type Work = Box<dyn FnOnce() -> Compiled + Send>;
 type Reply = oneshot::Sender<Compiled>;
 
-/// Has grammars compiled in turn. A thread begins where there is work, and ends where there is
-/// none.
+/// Compiles grammars in order. Threads start when there is work and end when there is none.
 pub(super) struct Compilers {
     state: Mutex<State>,
     most: usize,
@@ -40,11 +37,11 @@ struct State {
     waiting: VecDeque<(Work, Reply)>,
     running: Vec<Running>,
     given_up: usize,
-    /// Names the next one that runs.
+    /// The id of the next job.
     next: u64,
 }
 
-/// A thread that compiles.
+/// A compiler thread.
 struct Running {
     name: u64,
     begun: Instant,
@@ -65,10 +62,10 @@ impl Compilers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has work done, which must not panic, when a thread is free and somebody still waits for it.
+    /// Runs `work`, which must not panic, once a thread is free, unless its client is gone by then.
     ///
     /// # Errors
-    /// If too much waits already.
+    /// If the queue is full.
     pub(super) fn ask(self: &Arc<Self>, work: Work) -> Result<oneshot::Receiver<Compiled>, Full> {
         let (reply, receiver) = oneshot::channel();
         let mut state = self.lock();
@@ -81,8 +78,8 @@ impl Compilers {
         Ok(receiver)
     }
 
-    /// Gives up what takes too long, and goes on with the others. Whoever waits calls this every so
-    /// often.
+    /// Abandons jobs that take too long and continues with the others. Waiting callers call this at
+    /// intervals.
     pub(super) fn mend(self: &Arc<Self>) {
         let mut state = self.lock();
         let (late, running) = std::mem::take(&mut state.running)
@@ -92,13 +89,13 @@ impl Compilers {
         state.given_up += late.len();
         for Running { reply, .. } in late {
             let seconds = self.longest.as_secs();
-            // Whoever has gone needs no reason.
+            // The client may be gone.
             let _ = reply.send(Err(Failure::usage(format!("compiling it takes longer than {seconds} s"))));
         }
         self.start(&mut state);
     }
 
-    /// Begins as many threads as there is work and room for.
+    /// Starts as many threads as the work needs and the limit allows.
     fn start(self: &Arc<Self>, state: &mut State) {
         while state.running.len() < self.most
             && let Some((work, reply)) = next(&mut state.waiting)
@@ -115,7 +112,7 @@ impl Compilers {
         }
     }
 
-    /// Works until nothing waits, or somebody else goes on in its place.
+    /// Runs jobs until none waits or another thread takes over.
     fn run(self: Arc<Self>, mut name: u64, mut work: Work) {
         loop {
             let compiled = work();
@@ -133,16 +130,16 @@ impl Compilers {
 }
 
 impl State {
-    /// Tells what came of one that runs; false if it was given up.
+    /// Delivers the result of a job; false if it was abandoned.
     fn finish(&mut self, name: u64, compiled: Compiled) -> bool {
         let Some(at) = self.running.iter().position(|running| running.name == name) else { return false };
-        // Whoever has gone needs none.
+        // The client may be gone.
         let _ = self.running.swap_remove(at).reply.send(compiled);
         true
     }
 }
 
-/// The next that somebody waits for.
+/// The next job whose client still waits.
 fn next(waiting: &mut VecDeque<(Work, Reply)>) -> Option<(Work, Reply)> {
     std::iter::from_fn(|| waiting.pop_front()).find(|(_, reply)| !reply.is_closed())
 }
@@ -179,7 +176,7 @@ mod tests {
             }
         }
         assert_eq!(asked.len(), WAITING + 2);
-        // Those that nobody waits for make room.
+        // Jobs whose clients are gone make room.
         drop(asked.pop());
         asked.push(compilers.ask(Box::new(done)).expect("room"));
         drop(closed);

@@ -412,7 +412,7 @@ impl Random {
 struct Outcome {
     refused: usize,
     reasons: BTreeMap<String, usize>,
-    /// Texts that could not be followed to their end.
+    /// Outputs that exceeded a limit.
     broken: usize,
     longest_compile: Duration,
     longest_step: Duration,

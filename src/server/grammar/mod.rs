@@ -1,8 +1,8 @@
-//! Grammars over tokens: which may be next, so that a text is JSON of a schema, a call of a tool,
-//! one of some choices, or whatever a grammar says.
+//! Token-level grammars, which constrain output to a JSON schema, a tool call, a choice, or a given
+//! grammar.
 //!
-//! Whoever asks for a grammar is a stranger: it is bounded before it is compiled, compiled once a
-//! request on threads of its own, and what its texts may take is bounded, too.
+//! Grammars come from untrusted clients: they are checked before compilation, compiled once per
+//! request on separate threads, and limited while they are applied.
 
 mod bounds;
 mod compilers;
@@ -26,53 +26,53 @@ use super::tools::ToolStyle;
 use crate::failure::Failure;
 use crate::inference::generation::scheduler::TokenFilter;
 
-/// What a compiled grammar and its texts may take. What the names count is told by `llguidance`.
+/// Limits of a compiled grammar and its sequences; see `llguidance` for their meanings.
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2_000,
     initial_lexer_fuel: 1_000_000,
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
-    // About a KiB each, for all texts of a request.
+    // About a KiB each, for all sequences of a request.
     max_lexer_states: 50_000,
     max_grammar_size: 200_000,
     precompute_large_lexemes: true,
-    // They would be told to whoever asked.
+    // They would be sent to the client.
     verbose_errors: false,
 };
 
-/// Microseconds that the grammar of a request may take beside what each of its tokens may: the
-/// device waits meanwhile.
+/// Microseconds that a request's grammar may take, in addition to those per token: the device waits
+/// for it.
 const SPARE: i64 = 2_000_000;
-/// Microseconds for each token.
+/// Microseconds per token.
 const FOR_A_TOKEN: i64 = 5_000;
 
-/// Bytes of a reason that are told.
+/// Maximum bytes of a reason.
 const REASON_BYTES: usize = 300;
 
-/// What a text is kept to.
+/// An output constraint.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Grammar {
     /// JSON of a schema.
     Json(Value),
-    /// A regular expression, the whole text.
+    /// A regular expression for the whole output.
     Regex(String),
-    /// One of these.
+    /// One of these strings.
     Choice(Vec<String>),
-    /// A grammar in Lark's form.
+    /// A Lark grammar.
     Lark(String),
-    /// A call of one of some tools, by name and the schema of its arguments.
+    /// A tool call, given the tools' names and the schemas of their arguments.
     Calls {
         style: ToolStyle,
         tools: Vec<(String, Value)>,
-        /// Whether there may be more than one call.
+        /// Whether several calls are allowed.
         several: bool,
-        /// What a text may be in place of calls; no other grammar of calls and none in Lark's form.
+        /// The alternative to calls; not calls, and not a Lark grammar.
         otherwise: Option<Box<Grammar>>,
     },
 }
 
 impl Grammar {
-    /// The same in the compiler's form, if it is not too large.
+    /// The constraint in the compiler's form, if it is within limits.
     fn bounded(self) -> Result<TopLevelGrammar, Failure> {
         let mut counts = Counts::default();
         Ok(match self {
@@ -90,13 +90,13 @@ impl Grammar {
         })
     }
 
-    /// A rule in Lark's form.
+    /// A rule in Lark's syntax.
     fn rule(self, name: &str, counts: &mut Counts) -> Result<String, Failure> {
         match self {
             Self::Json(schema) => Ok(format!("{name}: %json {}\n", checked(schema, counts)?)),
             Self::Regex(pattern) => {
                 counts.pattern(&pattern)?;
-                // A text matches from its begin to its end anyway.
+                // The whole output has to match anyway.
                 let pattern = pattern.strip_prefix('^').unwrap_or(&pattern);
                 let escaped = |text: &str| text.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1;
                 let pattern = pattern.strip_suffix('$').filter(|rest| !escaped(rest)).unwrap_or(pattern);
@@ -107,24 +107,24 @@ impl Grammar {
             }
             Self::Choice(choices) => {
                 counts.choices(&choices)?;
-                // JSON leaves the one control character as it is that Lark's strings do not have.
+                // JSON leaves one control character unescaped that Lark strings cannot contain.
                 let quoted = |choice: &String| Value::from(choice.as_str()).to_string().replace('\u{7F}', "\\u007f");
                 let choices: Vec<String> = choices.iter().map(quoted).collect();
                 Ok(format!("{name}: CHOICE\nCHOICE: {}\n", choices.join(" | ")))
             }
-            Self::Lark(_) | Self::Calls { .. } => Err(Failure::usage("it cannot stand beside calls of tools")),
+            Self::Lark(_) | Self::Calls { .. } => Err(Failure::usage("it cannot be combined with tool calls")),
         }
     }
 }
 
-/// A schema that is not too large, as it is compiled.
+/// A schema within limits, ready to compile.
 fn checked(mut schema: Value, counts: &mut Counts) -> Result<Value, Failure> {
     counts.schema(&schema)?;
     pass_over_formats(&mut schema);
     Ok(one_line(schema))
 }
 
-/// A schema whose texts have no spaces but those that Python's `json.dumps` puts there.
+/// A schema without whitespace, except where Python's `json.dumps` puts it.
 fn one_line(mut schema: Value) -> Value {
     if schema == Value::Bool(true) {
         schema = json!({});
@@ -136,44 +136,45 @@ fn one_line(mut schema: Value) -> Value {
     schema
 }
 
-/// Makes grammars for a model's tokens.
+/// Compiles grammars for a model's tokens.
 pub(super) struct Grammars {
     token_bytes: Vec<Vec<u8>>,
-    ends: Vec<u32>,
-    /// Words of a bit for each token of the model.
+    stop_tokens: Vec<u32>,
+    /// 32-bit words of a token mask.
     words: usize,
-    /// Made at the first grammar: a large vocabulary takes a while.
+    /// Created for the first grammar: a large vocabulary takes a while.
     factory: OnceLock<Result<ParserFactory, String>>,
     compilers: Arc<Compilers>,
 }
 
-/// There is no room for another grammar.
+/// The queue of grammars is full.
 #[derive(Debug)]
 pub(super) struct Full;
 
-/// A filter, or why there is none.
+/// A filter, or an error.
 pub(super) type Compiled = Result<GrammarFilter, Failure>;
 
 impl Grammars {
-    pub(super) fn new(token_bytes: &[Vec<u8>], vocabulary: usize, ends: &[u32]) -> Self {
-        // Tokens that the model has no row for are never written.
+    pub(super) fn new(token_bytes: &[Vec<u8>], vocabulary: usize, stop_tokens: &[u32]) -> Self {
+        // Tokens without a row in the model are never generated.
         let mut token_bytes = token_bytes.to_vec();
         token_bytes.resize(vocabulary, Vec::new());
-        let mut ends: Vec<u32> = ends.iter().copied().filter(|end| (*end as usize) < vocabulary).collect();
-        if ends.is_empty() {
-            // One that the model does not have: texts end when they are complete.
-            ends.push(token_bytes.len() as u32);
+        let mut stop_tokens: Vec<u32> =
+            stop_tokens.iter().copied().filter(|end| (*end as usize) < vocabulary).collect();
+        if stop_tokens.is_empty() {
+            // One that the model lacks: output then ends when it is complete.
+            stop_tokens.push(token_bytes.len() as u32);
             token_bytes.push(Vec::new());
         }
-        // Tokens that end a text are none of its words.
-        for end in &ends {
+        // Stop tokens are not part of the text.
+        for end in &stop_tokens {
             if let Some(bytes) = token_bytes.get_mut(*end as usize) {
                 *bytes = [&[TokTrie::SPECIAL_TOKEN_MARKER][..], format!("<end {end}>").as_bytes()].concat();
             }
         }
         Self {
             token_bytes,
-            ends,
+            stop_tokens,
             words: vocabulary.div_ceil(32),
             factory: OnceLock::new(),
             compilers: Compilers::new(),
@@ -182,8 +183,8 @@ impl Grammars {
 
     fn factory(&self) -> Result<&ParserFactory, Failure> {
         let made = self.factory.get_or_init(|| {
-            let info = TokRxInfo::new(self.token_bytes.len() as u32, self.ends[0]);
-            let trie = TokTrie::from(&info, &self.token_bytes).with_eos_tokens(&self.ends);
+            let info = TokRxInfo::new(self.token_bytes.len() as u32, self.stop_tokens[0]);
+            let trie = TokTrie::from(&info, &self.token_bytes).with_eos_tokens(&self.stop_tokens);
             let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
             let mut factory = ParserFactory::new(&tokens, InferenceCapabilities::default(), &[])
                 .map_err(|error| error.to_string())?;
@@ -194,22 +195,22 @@ impl Grammars {
         made.as_ref().map_err(|reason| Failure::new(format!("no grammars for this tokenizer: {reason}")))
     }
 
-    /// Has a grammar compiled on a thread for that. Whoever waits has to call [`mend`](Self::mend)
-    /// every so often.
+    /// Compiles a grammar on a separate thread. The caller must call [`mend`](Self::mend) at
+    /// intervals while it waits.
     ///
     /// # Errors
-    /// If too many wait already.
+    /// If too many are waiting.
     pub(super) fn ask(self: &Arc<Self>, grammar: Grammar) -> Result<oneshot::Receiver<Compiled>, Full> {
         let grammars = Arc::clone(self);
         self.compilers.ask(Box::new(move || grammars.compile(grammar)))
     }
 
-    /// Gives up grammars that take too long.
+    /// Gives up on grammars that take too long.
     pub(super) fn mend(&self) {
         self.compilers.mend();
     }
 
-    /// A filter of a grammar's texts. The stack has to be a compiler's.
+    /// A filter for a grammar. Needs a compiler thread's stack.
     fn compile(&self, grammar: Grammar) -> Compiled {
         let factory = self.factory()?;
         let compiled = catch_unwind(AssertUnwindSafe(|| {
@@ -217,7 +218,7 @@ impl Grammars {
             if let Some(reason) = matcher.get_error() {
                 return Err(told(&reason));
             }
-            // What cannot begin cannot be written.
+            // A grammar without a first token is useless.
             matcher.compute_mask().map_err(|error| told(&error.to_string()))?;
             Ok(GrammarFilter { matcher, words: self.words, spare: Arc::new(SPARE.into()) })
         }));
@@ -225,40 +226,40 @@ impl Grammars {
     }
 }
 
-/// A compiler's reason in the words of a server: without its internals, and not at any length.
+/// A compiler's error, shortened and without internals.
 fn told(reason: &str) -> Failure {
     const LIMIT: [&str; 7] = ["too big", "too large", "too many", "fuel", "limit", "level exceeded", "too complex"];
     let reason = reason.split("\n<").next().unwrap_or_default().trim();
     if reason.starts_with("panic") || reason.is_empty() {
-        return Failure::usage("no grammar can be made of it");
+        return Failure::usage("it cannot be compiled to a grammar");
     }
     if LIMIT.iter().any(|mark| reason.contains(mark)) {
-        return Failure::usage("it is too large: its grammar grows beyond what is computed for a request");
+        return Failure::usage("it is too large: its grammar exceeds the limit of a request");
     }
     let end = (0..=REASON_BYTES.min(reason.len())).rev().find(|end| reason.is_char_boundary(*end)).unwrap_or(0);
     Failure::usage(format!("{}{}", &reason[..end], if end < reason.len() { ".." } else { "" }))
 }
 
-/// Keeps a text to a grammar.
+/// Constrains a sequence to a grammar.
 pub(super) struct GrammarFilter {
     matcher: Matcher,
     words: usize,
-    /// Microseconds that are left for all texts of the request.
+    /// Microseconds left for all sequences of the request.
     spare: Arc<AtomicI64>,
 }
 
 impl GrammarFilter {
-    /// A filter for another text of the same request. Both share what they find out of the grammar.
+    /// A filter for another sequence of the same request. Both share their lexer states.
     pub(super) fn again(&self) -> Self {
         Self { matcher: self.matcher.clone(), words: self.words, spare: Arc::clone(&self.spare) }
     }
 
-    /// Does a part of a step, if there is time left for the next.
+    /// Runs a part of a step, if the next one is still within the limit.
     fn timed<T>(&mut self, part: impl FnOnce(&mut Self) -> Result<T, Failure>) -> Result<T, Failure> {
         let begin = Instant::now();
         let done = part(self)?;
         let took = i64::try_from(begin.elapsed().as_micros()).unwrap_or(i64::MAX);
-        // One thread takes the steps of all texts.
+        // One thread runs the steps of all sequences.
         let left = self.spare.load(Ordering::Relaxed).saturating_sub(took).saturating_add(FOR_A_TOKEN / 2).min(SPARE);
         self.spare.store(left, Ordering::Relaxed);
         if left < 0 { Err(Failure::usage("the grammar takes too long")) } else { Ok(done) }
@@ -295,7 +296,7 @@ mod tests {
 
     use super::*;
 
-    /// What a filter lets through of a text, byte by byte, and whether it is complete.
+    /// What a filter accepts of a text, byte by byte, and whether it is complete.
     fn read(filter: &mut dyn TokenFilter, tokenizer: &Tokenizer, text: &str) -> Result<bool, String> {
         let mut complete = false;
         for (at, token) in tokenizer.encode(text).expect("bytes").into_iter().enumerate() {
@@ -318,13 +319,13 @@ mod tests {
         grammars.ask(grammar).expect("room").blocking_recv().expect("an answer")
     }
 
-    /// What a grammar lets through of a text.
+    /// What a grammar accepts of a text.
     fn follow(grammar: &Grammar, text: &str) -> Result<bool, String> {
         let (tokenizer, grammars) = bytes();
         read(&mut compiled(&grammars, grammar.clone()).expect("a grammar"), &tokenizer, text)
     }
 
-    /// Why a grammar is refused as the asker's fault, and how long that takes.
+    /// Why a grammar is refused as the client's error, and how long that takes.
     fn refused(grammar: Grammar) -> (String, Duration) {
         let (_, grammars) = bytes();
         let begin = Instant::now();
@@ -335,7 +336,7 @@ mod tests {
         (reason, begin.elapsed())
     }
 
-    /// A chain of definitions, each of which leads to the next one.
+    /// A chain of definitions, each of which refers to the next.
     fn chain(length: usize, link: impl Fn(Value) -> Value) -> Value {
         let next = |at: usize| match at + 1 == length {
             true => json!({ "type": "integer" }),
@@ -398,7 +399,7 @@ mod tests {
 
     #[test]
     fn references_of_a_tool_are_to_its_own_schema() {
-        // As Pydantic writes models within models; both tools call theirs by one name.
+        // As Pydantic writes nested models; both tools use one name.
         let of = |kind: &str| {
             json!({
                 "type": "object", "properties": { "pots": { "type": "array", "items": { "$ref": "#/$defs/Pot" } } },
@@ -434,7 +435,7 @@ mod tests {
         {
             refused(Grammar::Json(schema));
         }
-        // The compiler cuts this one's name within a character.
+        // The compiler cuts this name within a character.
         let reason = refused(Grammar::Json(json!({ "minItems": format!("{}é{}", "a".repeat(98), "b".repeat(99)) }))).0;
         assert!(!reason.contains("panic"), "{reason}");
     }
@@ -505,7 +506,10 @@ mod tests {
     fn schemas_beyond_the_bounds_are_refused_at_once() {
         let deep = |schema: Value| {
             let (reason, time) = refused(Grammar::Json(schema));
-            assert!(reason.contains("too deep: 400") && time < Duration::from_secs(1), "{reason} in {time:?}");
+            assert!(
+                reason.contains("too deeply: at most 400") && time < Duration::from_secs(1),
+                "{reason} in {time:?}"
+            );
         };
         deep(chain(250, object));
         deep((0..640).fold(json!({ "type": "integer" }), |inner, _| object(inner)));
@@ -567,14 +571,14 @@ mod tests {
         let (tokenizer, grammars) = bytes();
         let x = tokenizer.encode("x").expect("bytes")[0];
         let filter = compiled(&grammars, Grammar::Lark("start: a\na: a a a | \"x\"\n".into())).expect("a grammar");
-        let mut texts = [filter.again(), filter.again()];
+        let mut filters = [filter.again(), filter.again()];
         let begin = Instant::now();
         let steps = (0..3000).take_while(|at| {
-            let text = &mut texts[at % 2];
+            let text = &mut filters[at % 2];
             text.allowed().and_then(|_| text.push(x)).is_ok()
         });
         let steps = steps.count();
-        // Some steps had time for both texts.
+        // Some steps left time for both sequences.
         assert!((100..3000).contains(&steps), "{steps}");
         assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
     }
@@ -590,14 +594,14 @@ mod tests {
     fn texts_of_a_request_share_a_grammar_and_go_their_own_ways() {
         let (tokenizer, grammars) = bytes();
         let filter = compiled(&grammars, Grammar::Choice(vec!["red".into(), "blue".into()])).expect("a grammar");
-        let mut texts: Vec<GrammarFilter> = (0..16).map(|_| filter.again()).collect();
+        let mut filters: Vec<GrammarFilter> = (0..16).map(|_| filter.again()).collect();
         drop(filter);
-        for (at, text) in texts.iter_mut().enumerate() {
+        for (at, text) in filters.iter_mut().enumerate() {
             let (begin, other) = if at % 2 == 0 { ("re", "u") } else { ("bl", "d") };
             assert_eq!(read(text, &tokenizer, begin), Ok(false));
             assert!(read(text, &tokenizer, other).is_err());
         }
-        for (at, text) in texts.iter_mut().enumerate() {
+        for (at, text) in filters.iter_mut().enumerate() {
             assert_eq!(read(text, &tokenizer, if at % 2 == 0 { "d" } else { "ue" }), Ok(true));
         }
     }
@@ -628,7 +632,7 @@ mod tests {
             ("at 3(1): no rule\n<non-verbose/>", "at 3(1): no rule"),
             (
                 "panic: index out of bounds\n<backtrace>\n 0: rust_begin_unwind\n</backtrace>",
-                "no grammar can be made of it",
+                "it cannot be compiled to a grammar",
             ),
             ("initial lexer configuration (grammar) too big (limit for this grammar: 3)", "it is too large"),
         ] {

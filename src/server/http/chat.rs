@@ -10,22 +10,23 @@ use serde_json::{Map, Value, json};
 use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{
-    Choices, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, random, spelled, told_unknown,
+use super::generation::{
+    Choices, Prompts, Settings, Whole, answer, bounded, named, prompt_logprobs, random, run_blocking, spelled,
+    warn_unknown_fields,
 };
 use super::{Asked, Caller, Shared, body};
 use crate::inference::chat::{ChatTemplate, Dialogue};
-use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
+use crate::inference::generation::scheduler::{MAX_TOP_LOGPROBS, OutputToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::grammar::Grammar;
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 use crate::server::tools::{Calls, ToolCall, ToolStyle};
 
-/// Messages of a conversation.
+/// Maximum messages of a conversation.
 const MESSAGES: usize = 4096;
-/// Tools of a request.
+/// Maximum tools of a request.
 const TOOLS: usize = 128;
-/// What a template is told by the server, and nobody else.
+/// Template variables that only the server sets.
 const OWN_VARIABLES: [&str; 5] = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"];
 
 pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -33,14 +34,14 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
     let fields = body(&shared, request).await?;
     let (prompts, settings, taken) = task(&shared, &caller, fields).await?;
     let form = ChatForm {
-        logprobs: settings.likeliest.is_some(),
-        prompt_logprobs: settings.prompt_likeliest.is_some(),
+        logprobs: settings.top_logprobs.is_some(),
+        prompt_logprobs: settings.prompt_top_logprobs.is_some(),
         calls: Vec::new(),
     };
     answer(shared, caller, (prompts, settings, taken), form).await
 }
 
-/// What is to be written for a request, and how.
+/// Reads a request: prompt, settings and form of the answer.
 pub(super) async fn task(
     shared: &Arc<Shared>,
     caller: &Caller,
@@ -48,11 +49,11 @@ pub(super) async fn task(
 ) -> Result<(Prompts, Settings, Taken), ApiError> {
     named(shared, &fields)?;
     let record = Arc::clone(&caller.record);
-    let (prompts, settings, taken, dialogue) = apart(shared, move |shared, served| {
+    let (prompts, settings, taken, dialogue) = run_blocking(shared, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
-        let top = fields.count("top_logprobs", 0..=MOST_LIKELIEST)?;
+        let top = fields.count("top_logprobs", 0..=MAX_TOP_LOGPROBS)?;
         match fields.flag("logprobs", false)? {
-            true => settings.likeliest = Some(top.unwrap_or(0)),
+            true => settings.top_logprobs = Some(top.unwrap_or(0)),
             false if top.is_some() => {
                 return Err(ApiError::param("top_logprobs", "top_logprobs needs logprobs: true"));
             }
@@ -66,20 +67,20 @@ pub(super) async fn task(
             let only = constraint.as_ref().map(|_| tools.offered.iter().map(|(name, _)| name.clone()).collect());
             Calls { style, only }
         });
-        let constraint = tools.beside(served.tool_style, constraint, parallel_calls)?;
+        let constraint = tools.combined_with(served.tool_style, constraint, parallel_calls)?;
         let taken = Taken { stop: settings.stop.clone(), calls, parallel_calls, prompts: Vec::new(), nothing: false };
         fields.refuse(&["best_of", "continue_final_message", "echo"])?;
         if !fields.flag("add_generation_prompt", true)? {
-            return Err(fields.wrong("add_generation_prompt", "true: the model answers"));
+            return Err(fields.wrong("add_generation_prompt", "true: the model always answers"));
         }
-        if fields.texts("modalities", 4)?.iter().any(|kind| kind != "text") {
+        if fields.strings("modalities", 4)?.iter().any(|kind| kind != "text") {
             return Err(fields.wrong("modalities", "[\"text\"]"));
         }
         let max_tokens = match fields.count("max_completion_tokens", 1..=usize::MAX)? {
             Some(most) => Some(most),
             None => fields.count("max_tokens", 1..=usize::MAX)?,
         };
-        told_unknown(shared, &record, &fields)?;
+        warn_unknown_fields(shared, &record, &fields)?;
         let prompts = Prompts { prompts: vec![tokens], max_tokens, constraint, field: "messages" };
         Ok((prompts, settings, taken, dialogue))
     })
@@ -88,43 +89,42 @@ pub(super) async fn task(
     Ok((prompts, settings, taken))
 }
 
-/// The tokens of a request's conversation, and what it may call.
-pub(super) fn conversation(served: &ServedWriter, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
-    // What is wrong with the template comes before what it lacks.
+/// The prompt tokens of a request's conversation, and its tools.
+pub(super) fn conversation(served: &ServedGenerator, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
+    // Report a broken template before missing features.
     if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
-        return Err(ApiError::request(format!("this model cannot converse: {failure}")));
+        return Err(ApiError::request(format!("this model cannot chat: {failure}")));
     }
     let tools = Tools::read(served, fields)?;
     let dialogue = dialogue(fields, &tools)?;
     bounded("messages", &read_texts(&dialogue), served.context, served.longest_token)?;
-    let template = served.template.as_ref().ok_or_else(|| {
-        ApiError::request(
-            "this model has no chat template: it was not made to converse; ask /v1/completions to go on from a text",
-        )
-    })?;
+    let template = served
+        .template
+        .as_ref()
+        .ok_or_else(|| ApiError::request("this model has no chat template: use /v1/completions"))?;
     let tokens = template.tokens(&dialogue, &served.tokenizer);
     Ok((tokens.map_err(|failure| ApiError::param("messages", failure.to_string()))?, dialogue, tools))
 }
 
-/// The text of all messages, for its length.
+/// The text of all messages, to bound its length.
 fn read_texts(dialogue: &Dialogue) -> String {
     let fields = ["content", "reasoning_content"];
     dialogue.messages.iter().flat_map(|message| fields.iter().filter_map(|field| message[*field].as_str())).collect()
 }
 
-/// What the model may call.
+/// The tools of a request.
 #[derive(Default)]
 pub(super) struct Tools {
-    /// As they were given.
+    /// As given.
     given: Value,
-    /// Names and schemas of those that it may call.
+    /// Names and schemas of the allowed ones.
     offered: Vec<(String, Value)>,
-    /// Whether it has to.
+    /// Whether a call is required.
     required: bool,
 }
 
 impl Tools {
-    fn read(served: &ServedWriter, fields: &Fields) -> Result<Self, ApiError> {
+    fn read(served: &ServedGenerator, fields: &Fields) -> Result<Self, ApiError> {
         let given = fields.array("tools")?.unwrap_or_default();
         if given.len() > TOOLS {
             return Err(fields.wrong("tools", &format!("an array of up to {TOOLS}")));
@@ -132,16 +132,16 @@ impl Tools {
         let mut offered = Vec::new();
         for (at, tool) in given.iter().enumerate() {
             let tool = Fields::of(&format!("tools[{at}]"), tool)?;
-            if tool.text("type")?.is_some_and(|kind| kind != "function") {
+            if tool.string("type")?.is_some_and(|kind| kind != "function") {
                 return Err(tool.wrong("type", "\"function\""));
             }
             let function = tool.object("function")?.ok_or_else(|| tool.wrong("function", "an object"))?;
-            let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+            let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
             let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
             if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
                 return Err(function.wrong("name", "1 to 64 letters, digits, _ and -"));
             }
-            function.text("description")?;
+            function.string("description")?;
             let schema = match function.object("parameters")? {
                 Some(parameters) => Value::Object(parameters.into_values()),
                 None => json!({ "type": "object", "properties": {} }),
@@ -158,7 +158,7 @@ impl Tools {
             Some(Value::Object(_)) => {
                 let choice = fields.object("tool_choice")?.ok_or_else(|| fields.wrong("tool_choice", "an object"))?;
                 let function = choice.object("function")?.ok_or_else(|| choice.wrong("function", "an object"))?;
-                let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+                let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
                 (vec![chosen(name).ok_or_else(|| function.wrong("name", "one of the tools"))?], true)
             }
             Some(_) => {
@@ -166,20 +166,19 @@ impl Tools {
             }
         };
         if required && offered.is_empty() {
-            return Err(ApiError::param("tool_choice", "tool_choice asks for a call, and there are no tools"));
+            return Err(ApiError::param("tool_choice", "tool_choice requires a call, but there are no tools"));
         }
         if !offered.is_empty() && served.tool_style.is_none() {
             return Err(ApiError::param(
                 "tools",
-                "this model's chat template knows no tools, or spells calls in a way that is not known here",
+                "this model's chat template has no tools, or an unsupported format of calls",
             ));
         }
         Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
     }
 
-    /// What an answer is kept to: a call where there has to be one, and calls or what another
-    /// constraint says where there may be some.
-    fn beside(
+    /// The constraint of an answer: a call if required; calls or the other constraint if allowed.
+    fn combined_with(
         self,
         style: Option<ToolStyle>,
         constraint: Option<Constraint>,
@@ -189,17 +188,17 @@ impl Tools {
         let (field, several, otherwise) = match constraint {
             None if !self.required => return Ok(None),
             None => ("tools".to_string(), false, None),
-            // A format is one of words, and a call has none: clients send one for what they ask
-            // next.
+            // A format is for text, and a required call has none: clients send one for their next
+            // request.
             Some(Constraint { field, .. }) if self.required && field == "response_format" => {
                 ("tools".to_string(), false, None)
             }
             Some(Constraint { field, .. }) if self.required => {
-                let message = format!("an answer that is a call has no {field}");
+                let message = format!("{field} cannot be combined with a required tool call");
                 return Err(ApiError::param(field, message));
             }
             Some(Constraint { field, grammar: Grammar::Lark(_) }) => {
-                let message = format!("{field} cannot stand beside tools: it needs tool_choice \"none\"");
+                let message = format!("{field} cannot be combined with tools: it needs tool_choice \"none\"");
                 return Err(ApiError::param(field, message));
             }
             Some(Constraint { field, grammar }) => (field, several, Some(Box::new(grammar))),
@@ -209,7 +208,7 @@ impl Tools {
     }
 }
 
-/// What the template makes a prompt of.
+/// The input of the chat template.
 fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
     let given = fields.array("messages")?.ok_or_else(|| fields.wrong("messages", "an array"))?;
     if given.is_empty() || given.len() > MESSAGES {
@@ -228,15 +227,15 @@ fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
             variables.into_values()
         }
     };
-    // A template knows how to ask for it, or passes it over.
-    if let Some(effort) = fields.text("reasoning_effort")? {
+    // The template decides whether to use it.
+    if let Some(effort) = fields.string("reasoning_effort")? {
         variables.entry("reasoning_effort").or_insert_with(|| effort.into());
     }
     Ok(Dialogue { messages: messages.collect::<Result<_, _>>()?, tools: tools.given.clone(), variables })
 }
 
 fn said(message: &Fields) -> Result<Value, ApiError> {
-    let role = message.text("role")?;
+    let role = message.string("role")?;
     let role = match role {
         Some("developer") => "system",
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
@@ -249,9 +248,9 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         Some(Value::Array(parts)) => {
             let part = |(at, part): (usize, &Value)| {
                 let part = Fields::of(&message.name(&format!("content[{at}]")), part)?;
-                match part.text("type")? {
-                    Some("text") => Ok(part.text("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
-                    _ => Err(part.wrong("type", "\"text\": this model reads nothing else")),
+                match part.string("type")? {
+                    Some("text") => Ok(part.string("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
+                    _ => Err(part.wrong("type", "\"text\": this model accepts text only")),
                 }
             };
             parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>()?.concat()
@@ -263,14 +262,14 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         let call = |(at, call): (usize, &Value)| {
             let call = Fields::of(&message.name(&format!("tool_calls[{at}]")), call)?;
             let function = call.object("function")?.ok_or_else(|| call.wrong("function", "an object"))?;
-            let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
-            // Templates write arguments as JSON themselves. Of a call without any that is `{}`.
-            let arguments = match function.text("arguments")?.filter(|arguments| !arguments.trim().is_empty()) {
+            let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+            // Templates serialize arguments to JSON themselves. A call without any has `{}`.
+            let arguments = match function.string("arguments")?.filter(|arguments| !arguments.trim().is_empty()) {
                 None => json!({}),
                 Some(arguments) => serde_json::from_str(arguments).unwrap_or_else(|_| Value::from(arguments)),
             };
             let mut told = json!({ "type": "function", "function": { "name": name, "arguments": arguments } });
-            if let Some(id) = call.text("id")? {
+            if let Some(id) = call.string("id")? {
                 told["id"] = id.into();
             }
             Ok(told)
@@ -278,31 +277,31 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         said["tool_calls"] = calls.iter().enumerate().map(call).collect::<Result<Vec<Value>, ApiError>>()?.into();
     }
     for field in ["name", "reasoning_content", "tool_call_id"] {
-        if let Some(text) = message.text(field)? {
+        if let Some(text) = message.string(field)? {
             said[field] = text.into();
         }
     }
     Ok(said)
 }
 
-/// An answer in the form of a chat.
+/// An answer in the form of a chat completion.
 struct ChatForm {
     logprobs: bool,
-    /// Whether an answer tells of its prompt's tokens.
+    /// Whether the answer has the prompt's log-probabilities.
     prompt_logprobs: bool,
-    /// Calls of each choice by now.
+    /// Number of calls of each choice so far.
     calls: Vec<usize>,
 }
 
 impl ChatForm {
-    fn logprobs(&self, served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
+    fn logprobs(&self, served: &ServedGenerator, tokens: &[OutputToken]) -> Value {
         if !self.logprobs {
             return Value::Null;
         }
         json!({ "content": logprobs(served, tokens), "refusal": null })
     }
 
-    /// Calls in OpenAI's form, with their places in a stream.
+    /// Calls in OpenAI's form, with their indices in a stream.
     fn calls(style: Option<ToolStyle>, calls: &[ToolCall], from: Option<usize>) -> Vec<Value> {
         let call = |(at, call): (usize, &ToolCall)| {
             let id = call_id(style);
@@ -318,27 +317,27 @@ impl ChatForm {
     }
 }
 
-/// The log-probabilities of tokens, and the likeliest in their places.
-pub(super) fn logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Vec<Value> {
+/// The log-probabilities of tokens, with the top alternatives.
+pub(super) fn logprobs(served: &ServedGenerator, tokens: &[OutputToken]) -> Vec<Value> {
     let token = |token: u32, logprob: f32| {
         let bytes = served.token_bytes.get(token as usize);
         json!({ "token": spelled(served, token), "logprob": number(logprob), "bytes": bytes })
     };
     let told = tokens.iter().filter_map(|written| {
         let mut told = token(written.token, written.log_probability?);
-        let others: Vec<Value> = written.likeliest.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
+        let others: Vec<Value> = written.top_logprobs.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
         told["top_logprobs"] = others.into();
         Some(told)
     });
     told.collect()
 }
 
-/// A new call's identity.
+/// A new call id.
 pub(super) fn call_id(style: Option<ToolStyle>) -> String {
     style.unwrap_or(ToolStyle::Bare).id(random())
 }
 
-/// The least that OpenAI tells stands for what is less likely than any number says.
+/// OpenAI's lowest value stands for anything less likely.
 fn number(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
@@ -353,7 +352,7 @@ impl Choices for ChatForm {
         Some(json!({ "index": choice, "delta": delta, "logprobs": null, "finish_reason": null }))
     }
 
-    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value {
+    fn chunk(&mut self, served: &ServedGenerator, piece: Piece) -> Value {
         let mut delta = json!({});
         if !piece.text.is_empty() {
             delta["content"] = piece.text.into();
@@ -372,7 +371,7 @@ impl Choices for ChatForm {
         told
     }
 
-    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value {
+    fn whole(&mut self, served: &ServedGenerator, choice: usize, text: Whole) -> Value {
         let logprobs = self.logprobs(served, &text.tokens);
         let mut message = json!({ "role": "assistant", "content": text.text, "refusal": null });
         if !text.calls.is_empty() {

@@ -1,4 +1,4 @@
-//! `/v1/completions`: texts in, what follows them out.
+//! `/v1/completions`: prompts in, their continuations out.
 
 use std::sync::Arc;
 
@@ -11,32 +11,33 @@ use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::fill;
-use super::texts::{
-    Choices, Prompts, Settings, TEXTS, Whole, answer, apart, named, prompt_logprobs, spelled, told_unknown,
+use super::generation::{
+    Choices, MAX_SEQUENCES, Prompts, Settings, Whole, answer, named, prompt_logprobs, run_blocking, spelled,
+    warn_unknown_fields,
 };
 use super::tokens::Spelling;
 use super::{Asked, body};
-use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
+use crate::inference::generation::scheduler::{MAX_TOP_LOGPROBS, OutputToken};
 use crate::server::answers::{Piece, Taken};
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 
-/// Tokens that follow where nothing else is asked for, as OpenAI has it.
+/// Default of max_tokens, as at OpenAI.
 const MAX_TOKENS: usize = 16;
-/// The likeliest tokens that may be asked for.
-const LOGPROBS: usize = MOST_LIKELIEST;
+/// Maximum of logprobs.
+const LOGPROBS: usize = MAX_TOP_LOGPROBS;
 
 pub(super) async fn completions(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     let record = Arc::clone(&caller.record);
-    let (prompts, settings, taken, given, form) = apart(&shared, move |shared, served| {
+    let (prompts, settings, taken, given, form) = run_blocking(&shared, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
-        settings.likeliest = fields.count("logprobs", 0..=LOGPROBS)?;
+        settings.top_logprobs = fields.count("logprobs", 0..=LOGPROBS)?;
         let echo = fields.flag("echo", false)?;
-        let vllms = settings.prompt_likeliest.is_some();
-        if echo && settings.likeliest.is_some() {
-            settings.prompt_likeliest = settings.prompt_likeliest.max(settings.likeliest);
+        let vllms = settings.prompt_top_logprobs.is_some();
+        if echo && settings.top_logprobs.is_some() {
+            settings.prompt_top_logprobs = settings.prompt_top_logprobs.max(settings.top_logprobs);
         }
         fields.refuse(&["tools"])?;
         let constraint = Constraint::read(&fields)?;
@@ -44,8 +45,8 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             return Err(fields.wrong("best_of", "as n"));
         }
         let given = given(&fields, served)?;
-        let suffix = fields.text("suffix")?.filter(|suffix| !suffix.is_empty());
-        // What is filled in is code of a file, which may spell anything.
+        let suffix = fields.string("suffix")?.filter(|suffix| !suffix.is_empty());
+        // The suffix is a part of a file, which may contain anything.
         let spelling = Spelling::read(&fields, suffix.is_none())?;
         if suffix.is_some() && given.iter().any(|prompt| matches!(prompt, Prompt::Tokens(_))) {
             return Err(fields.wrong("suffix", "left out where prompts are tokens"));
@@ -58,13 +59,13 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             },
         };
         let prompts = given.iter().map(tokens).collect::<Result<Vec<_>, _>>()?;
-        // None is for what is known of a prompt.
-        let least = usize::from(settings.prompt_likeliest.is_none() && !echo);
+        // Zero tokens are allowed for prompt log-probabilities.
+        let least = usize::from(settings.prompt_top_logprobs.is_none() && !echo);
         let max_tokens = fields.count("max_tokens", least..=usize::MAX)?;
-        // No more than there is room for, where nobody said how many.
+        // The default is limited by the context.
         let room = prompts.iter().map(|prompt| served.context.saturating_sub(prompt.len())).min().unwrap_or(0);
         let max_tokens = max_tokens.or((room > 0).then_some(MAX_TOKENS.min(room)));
-        told_unknown(shared, &record, &fields)?;
+        warn_unknown_fields(shared, &record, &fields)?;
         let taken = Taken {
             stop: settings.stop.clone(),
             calls: None,
@@ -75,7 +76,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         let prompts = Prompts { prompts, max_tokens, constraint, field: "prompt" };
         let given: Vec<String> = given.into_iter().map(|prompt| prompt.text(served)).collect();
         let form = TextForm {
-            logprobs: settings.likeliest,
+            logprobs: settings.top_logprobs,
             prompt_logprobs: vllms,
             echoed: if echo { given.clone() } else { Vec::new() },
             choices: settings.choices,
@@ -94,7 +95,7 @@ enum Prompt {
 }
 
 impl Prompt {
-    fn text(self, served: &ServedWriter) -> String {
+    fn text(self, served: &ServedGenerator) -> String {
         match self {
             Self::Text(text) => text,
             Self::Tokens(tokens) => tokens.into_iter().map(|token| spelled(served, token)).collect(),
@@ -102,9 +103,9 @@ impl Prompt {
     }
 }
 
-/// Prompts, each a text or tokens; one alone need not be in an array.
-fn given(fields: &Fields, served: &ServedWriter) -> Result<Vec<Prompt>, ApiError> {
-    let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", served.vocabulary);
+/// Prompts, each a string or tokens; a single one need not be in an array.
+fn given(fields: &Fields, served: &ServedGenerator) -> Result<Vec<Prompt>, ApiError> {
+    let wanted = format!("a string, tokens below {}, or an array of up to {MAX_SEQUENCES} of these", served.vocabulary);
     let wrong = || fields.wrong("prompt", &wanted);
     let token = |value: &Value| {
         let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
@@ -121,40 +122,40 @@ fn given(fields: &Fields, served: &ServedWriter) -> Result<Vec<Prompt>, ApiError
         Some(Value::Array(values)) if values.first().is_some_and(Value::is_number) => {
             Ok(vec![Prompt::Tokens(tokens(values)?)])
         }
-        Some(Value::Array(values)) if (1..=TEXTS).contains(&values.len()) => values.iter().map(one).collect(),
+        Some(Value::Array(values)) if (1..=MAX_SEQUENCES).contains(&values.len()) => values.iter().map(one).collect(),
         _ => Err(wrong()),
     }
 }
 
 /// An answer in the form of completions.
 struct TextForm {
-    /// So many of the likeliest tokens in the place of each.
+    /// Number of top log-probabilities per token.
     logprobs: Option<usize>,
-    /// Whether what is known of the prompt stands in a field of its own, as vLLM has it.
+    /// Whether prompt log-probabilities have their own field, as at vLLM.
     prompt_logprobs: bool,
-    /// Prompts that stand before their texts.
+    /// The prompts, if they are echoed.
     echoed: Vec<String>,
-    /// Texts of each prompt.
+    /// Number of choices per prompt.
     choices: usize,
-    /// Characters of each text before a stream's next token.
+    /// Characters of each choice before the stream's next token.
     offsets: Vec<usize>,
 }
 
 impl TextForm {
-    /// What is known of tokens, the first of which begins at a character of the text; and where the
-    /// next one does.
-    fn logprobs(&self, served: &ServedWriter, tokens: &[&WrittenToken], mut offset: usize) -> (Value, usize) {
+    /// The logprobs object of tokens, the first of which starts at a character offset; and the
+    /// offset after the last.
+    fn logprobs(&self, served: &ServedGenerator, tokens: &[&OutputToken], mut offset: usize) -> (Value, usize) {
         let Some(count) = self.logprobs else { return (Value::Null, offset) };
-        let (mut names, mut logprobs, mut likeliest, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut names, mut logprobs, mut top_logprobs, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for token in tokens {
             let name = spelled(served, token.token);
             offsets.push(offset);
             offset += name.chars().count();
             names.push(name);
             logprobs.push(token.log_probability.map(|logprob| logprob.max(-9999.0)));
-            let others = token.likeliest.iter().take(count);
+            let others = token.top_logprobs.iter().take(count);
             let others = others.map(|(id, logprob)| (spelled(served, *id), json!(logprob.max(-9999.0))));
-            likeliest.push(match token.log_probability {
+            top_logprobs.push(match token.log_probability {
                 Some(_) => Value::Object(others.collect::<Map<String, Value>>()),
                 None => Value::Null,
             });
@@ -162,8 +163,7 @@ impl TextForm {
         if tokens.is_empty() {
             return (Value::Null, offset);
         }
-        let told =
-            json!({ "tokens": names, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets });
+        let told = json!({ "tokens": names, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets });
         (told, offset)
     }
 
@@ -171,13 +171,13 @@ impl TextForm {
         self.echoed.get(choice / self.choices).map_or("", String::as_str)
     }
 
-    /// Whether the prompt's own tokens stand among those of the text.
+    /// Whether the prompt's tokens are among the choice's tokens.
     fn echoes_tokens(&self) -> bool {
         self.logprobs.is_some() && !self.echoed.is_empty()
     }
 
-    /// The tokens that an answer tells of, those of its prompt first if it echoes them.
-    fn told<'a>(&self, prompt: &'a [WrittenToken], tokens: &'a [WrittenToken]) -> Vec<&'a WrittenToken> {
+    /// The tokens in an answer, starting with the prompt's if they are echoed.
+    fn told<'a>(&self, prompt: &'a [OutputToken], tokens: &'a [OutputToken]) -> Vec<&'a OutputToken> {
         let prompt = if self.echoes_tokens() { prompt } else { &[] };
         prompt.iter().chain(tokens).collect()
     }
@@ -194,10 +194,10 @@ impl Choices for TextForm {
         (!text.is_empty()).then_some(opening)
     }
 
-    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value {
+    fn chunk(&mut self, served: &ServedGenerator, piece: Piece) -> Value {
         self.offsets.resize(self.offsets.len().max(piece.choice + 1), 0);
-        // The text of a prompt has come by now; behind it, tokens begin where those before them
-        // end, also where a part of their text is held back.
+        // The prompt's text has been sent. Later offsets follow from the tokens' text, also where a
+        // part of it is held back.
         let tokens = self.told(&piece.prompt, &piece.tokens);
         let (logprobs, offset) = self.logprobs(served, &tokens, self.offsets[piece.choice]);
         self.offsets[piece.choice] = offset;
@@ -209,7 +209,7 @@ impl Choices for TextForm {
         told
     }
 
-    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value {
+    fn whole(&mut self, served: &ServedGenerator, choice: usize, text: Whole) -> Value {
         let (logprobs, _) = self.logprobs(served, &self.told(&text.prompt, &text.tokens), 0);
         let words = format!("{}{}", self.echo(choice), text.text);
         let mut told = json!({ "index": choice, "text": words, "logprobs": logprobs, "finish_reason": text.finish });

@@ -1,4 +1,4 @@
-//! Connections: how many, over TLS or not, and how long a client may be silent or not take what it asked for.
+//! Connections: their number, TLS, and timeouts for silent or slow clients.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -21,15 +21,14 @@ use tokio_rustls::TlsAcceptor;
 use super::{Peer, Phase, Shared, router};
 use crate::failure::Failure;
 
-/// How long a client may take for a handshake, and for a request's head; a connection without requests is closed after that,
-/// too.
+/// Time for a handshake and for a request's header; idle connections are closed after it, too.
 const HEAD: Duration = Duration::from_secs(20);
-/// How long a client may take nothing of an answer that is there.
+/// How long a client may stop reading an answer.
 const TAKE: Duration = Duration::from_secs(30);
-/// Bytes of a request's head, and of what is held for a connection.
+/// Size limit of a request's header, and of a connection's buffer.
 const BUFFER: usize = 64 << 10;
 
-/// TLS by a certificate chain and a private key, both PEM files.
+/// TLS with a certificate chain and a private key, both PEM files.
 pub(in crate::server) fn tls(cert: &Path, key: &Path) -> Result<TlsAcceptor, Failure> {
     let wrong = |path: &Path, error: &dyn std::fmt::Display| Failure::new(format!("{}: {error}", path.display()));
     let chain = CertificateDer::pem_file_iter(cert)
@@ -48,7 +47,7 @@ pub(in crate::server) fn tls(cert: &Path, key: &Path) -> Result<TlsAcceptor, Fai
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// Takes connections until the server has stopped, and lets answers leave.
+/// Accepts connections until the server stops, and lets answers leave.
 pub(in crate::server) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     let router = router(Arc::clone(&shared));
     let room = Arc::new(Semaphore::new(shared.options.limits.connections));
@@ -69,7 +68,7 @@ pub(in crate::server) async fn serve(listener: TcpListener, shared: Arc<Shared>)
             () = stopped => break,
         };
         let Ok((stream, peer)) = accepted else {
-            // Such as too many open files: they become fewer.
+            // For example too many open files, which is temporary.
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
@@ -78,7 +77,7 @@ pub(in crate::server) async fn serve(listener: TcpListener, shared: Arc<Shared>)
         let watcher = graceful.watcher();
         tokio::spawn(async move {
             let _permit = permit;
-            // Small events leave at once.
+            // Send small events at once.
             let _ = stream.set_nodelay(true);
             match tls {
                 None => connection(stream, router, watcher).await,
@@ -105,6 +104,6 @@ where
         .header_read_timeout(HEAD)
         .max_buf_size(BUFFER)
         .serve_connection(TokioIo::new(Box::pin(stream)), TowerToHyperService::new(router));
-    // What a client does wrong, or that it goes, is told by the records of its requests.
+    // Errors and disconnects of clients are in the request log.
     let _ = watcher.watch(served).await;
 }

@@ -1,4 +1,4 @@
-//! What a request has its texts kept to: the fields for that by OpenAI's names and by vLLM's.
+//! Output constraints of a request, in OpenAI's and vLLM's fields.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use tokio::time::{Instant, timeout};
 use super::error::ApiError;
 use super::fields::Fields;
 use crate::server::grammar::{Grammar, GrammarFilter};
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 
-/// How often whoever waits for a grammar looks whether one takes too long.
+/// How often a waiting request checks for grammars that take too long.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// What texts are kept to, by the field that says so.
+/// A constraint and the field that sets it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Constraint {
     pub(super) field: String,
@@ -21,10 +21,10 @@ pub(super) struct Constraint {
 }
 
 impl Constraint {
-    /// The one that a request has, if it has one.
+    /// The constraint of a request, if any.
     ///
     /// # Errors
-    /// If it is none, or there are two.
+    /// If it is invalid, or there are two.
     pub(super) fn read(fields: &Fields) -> Result<Option<Self>, ApiError> {
         let mut found = Vec::new();
         if let Some(format) = fields.object("response_format")?
@@ -45,18 +45,18 @@ impl Constraint {
         let first = found.next();
         match (&first, found.next()) {
             (Some(Self { field: one, .. }), Some(Self { field: two, .. })) => {
-                let message = format!("{one} and {two} each keep the text to something: ask for one of them");
+                let message = format!("{one} and {two} cannot be combined: use one of them");
                 Err(ApiError::param(two, message))
             }
             _ => Ok(first),
         }
     }
 
-    /// Has its grammar compiled, once for all texts of the request.
+    /// Compiles its grammar, once for all sequences of the request.
     ///
     /// # Errors
-    /// If it cannot be followed, or that takes too long.
-    pub(super) async fn compile(self, served: &ServedWriter, deadline: Instant) -> Result<GrammarFilter, ApiError> {
+    /// If it is not supported, or takes too long.
+    pub(super) async fn compile(self, served: &ServedGenerator, deadline: Instant) -> Result<GrammarFilter, ApiError> {
         let Self { field, grammar } = self;
         let mut compiled = served.grammars.ask(grammar).map_err(|_| ApiError::busy(1))?;
         let compiled = loop {
@@ -67,22 +67,22 @@ impl Constraint {
             }
         };
         compiled.map_err(|_| ApiError::stopping())?.map_err(|failure| match failure.exit_code() {
-            2 => ApiError::param(&field, format!("{field} cannot be followed: {failure}")),
+            2 => ApiError::param(&field, format!("{field} is not supported: {failure}")),
             _ => ApiError::server(failure.to_string()),
         })
     }
 }
 
-/// Constraints by the names of their kinds: JSON, a regular expression, choices and a grammar.
+/// Constraints by kind: JSON, a regular expression, choices, a grammar.
 fn one_of(given: &Fields, [schema, pattern, choice, grammar]: [&str; 4]) -> Result<Vec<(String, Grammar)>, ApiError> {
     let mut found = Vec::new();
-    let filled = |field: &str| match given.text(field)? {
+    let filled = |field: &str| match given.string(field)? {
         Some("") => Err(given.wrong(field, "a string that is not empty")),
         text => Ok(text.map(str::to_string)),
     };
     match given.get(schema) {
         None => {}
-        // Some clients send it as text.
+        // Some clients send it as a string.
         Some(Value::String(text)) => {
             let schema_value: Value = serde_json::from_str(text).map_err(|error| {
                 let name = given.name(schema);
@@ -106,7 +106,7 @@ fn one_of(given: &Fields, [schema, pattern, choice, grammar]: [&str; 4]) -> Resu
     if let Some(text) = filled(grammar)? {
         if is_gbnf(&text) {
             let name = given.name(grammar);
-            let message = format!("{name} looks like GBNF (`root ::= ..`); it has to be in Lark's form (`start: ..`)");
+            let message = format!("{name} looks like GBNF (`root ::= ..`); it must be a Lark grammar (`start: ..`)");
             return Err(ApiError::param(&name, message));
         }
         found.push((given.name(grammar), Grammar::Lark(text)));
@@ -114,7 +114,7 @@ fn one_of(given: &Fields, [schema, pattern, choice, grammar]: [&str; 4]) -> Resu
     Ok(found)
 }
 
-/// Whether some line defines a rule as llama.cpp's grammars do.
+/// Whether some line defines a rule in llama.cpp's form.
 fn is_gbnf(grammar: &str) -> bool {
     let defines = |line: &str| {
         let name = line.split_once("::=").map(|(name, _)| name.trim());
@@ -124,9 +124,9 @@ fn is_gbnf(grammar: &str) -> bool {
 }
 
 fn response_schema(format: &Fields) -> Result<Option<Value>, ApiError> {
-    match format.text("type")? {
+    match format.string("type")? {
         Some("text") => Ok(None),
-        // Some servers take a schema with it.
+        // Some servers allow a schema with it.
         Some("json_object") => match format.object("schema")? {
             Some(schema) => Ok(Some(Value::Object(schema.into_values()))),
             None => Ok(Some(json!({ "type": "object" }))),

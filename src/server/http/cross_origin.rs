@@ -1,4 +1,4 @@
-//! What pages of other origins may do: nothing, unless their origin is allowed (CORS,
+//! Cross-origin requests: refused unless their origin is allowed (CORS,
 //! <https://fetch.spec.whatwg.org>).
 
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use axum::response::{IntoResponse, Response};
 use super::{REQUEST_ID, Shared, UNKNOWN_FIELDS};
 use crate::failure::Failure;
 
-/// Heads of answers that a page may read.
+/// Response headers that a page may read.
 const SHOWN: [&str; 3] = [REQUEST_ID, UNKNOWN_FIELDS, "retry-after"];
 
-/// That an origin is one as browsers spell them, such as `https://example.org:8080`, or `*` for
+/// Checks that an origin is spelled as browsers do, such as `https://example.org:8080`, or `*` for
 /// all.
 ///
 /// # Errors
-/// If it is none.
+/// If it is not.
 pub(in crate::server) fn check(origin: &str) -> Result<(), Failure> {
     let rest = origin.strip_prefix("https://").or_else(|| origin.strip_prefix("http://"));
     let host =
@@ -26,12 +26,12 @@ pub(in crate::server) fn check(origin: &str) -> Result<(), Failure> {
     match origin == "*" || rest.is_some_and(host) {
         true => Ok(()),
         false => Err(Failure::usage(format!(
-            "--allowed-origins {origin:?} is no origin: it is like https://example.org or http://localhost:3000, without a path; or * for all"
+            "--allowed-origins {origin:?} is not an origin: write https://example.org or http://localhost:3000, without a path; or * for all"
         ))),
     }
 }
 
-/// Lets pages of the allowed origins ask, and read the answers.
+/// Allows requests from the given origins.
 pub(super) async fn allow(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
     let origin = request.headers().get(header::ORIGIN).cloned();
     let allowed = origin.filter(|origin| is_allowed(&shared.options.allowed_origins, origin));
@@ -45,7 +45,7 @@ pub(super) async fn allow(State(shared): State<Arc<Shared>>, request: Request, n
         false => next.run(request).await,
     };
     if !shared.options.allowed_origins.is_empty() {
-        // An answer for one origin is not kept for another.
+        // Answers must not be cached across origins.
         response.headers_mut().append(header::VARY, HeaderValue::from_static("origin"));
     }
     if let Some(origin) = allowed {

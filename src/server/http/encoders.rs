@@ -1,4 +1,4 @@
-//! `/v1/embeddings` and `/v1/utterances`: what an encoder makes of texts.
+//! `/v1/embeddings` and `/v1/utterances`, for encoders.
 
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -12,21 +12,21 @@ use tokio::time::timeout;
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{named, told_unknown};
+use super::generation::{named, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::failure::Failure;
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
-/// Texts of a request, as OpenAI has it.
-pub(super) const TEXTS: usize = 2048;
+/// Maximum inputs of a request, as at OpenAI.
+pub(super) const MAX_INPUTS: usize = 2048;
 
 pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     let encoder = encoder(&shared)?;
-    let base64 = match fields.text("encoding_format")? {
+    let base64 = match fields.string("encoding_format")? {
         None | Some("float") => false,
         Some("base64") => true,
         Some(_) => return Err(fields.wrong("encoding_format", "\"float\" or \"base64\"")),
@@ -34,18 +34,18 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     let dimensions = fields.count("dimensions", 1..=encoder.width)?.unwrap_or(encoder.width);
     let record = std::sync::Arc::clone(&caller.record);
     let work = std::sync::Arc::clone(&shared);
-    let (texts, given) = tokio::task::spawn_blocking(move || {
+    let (inputs, given) = tokio::task::spawn_blocking(move || {
         let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
         let given = fields.get("input").cloned().unwrap_or(Value::Null);
         let tokens = tokens(&fields, encoder)?;
-        told_unknown(&work, &record, &fields)?;
+        warn_unknown_fields(&work, &record, &fields)?;
         Ok((tokens, given))
     })
     .await
     .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
-    let count: usize = texts.iter().map(Vec::len).sum();
+    let count: usize = inputs.iter().map(Vec::len).sum();
     caller.record.prompt(count, || given);
-    let embeddings = ask(&shared, &caller, |reply| Job::Embed { texts, reply }).await?;
+    let embeddings = ask(&shared, &caller, |reply| Job::Embed { inputs, reply }).await?;
     let told = |embedding: Vec<f32>| match (base64, shortened(embedding, dimensions)) {
         (true, embedding) => {
             BASE64.encode(embedding.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()).into()
@@ -61,8 +61,8 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     Ok(json_response(StatusCode::OK, &body))
 }
 
-/// The first numbers of an embedding, at length one again: for models that were trained so that
-/// these say most (Kusupati et al., 2022, "Matryoshka Representation Learning").
+/// The first elements of an embedding, normalized: for models trained for it (Kusupati et al.,
+/// 2022, "Matryoshka Representation Learning").
 fn shortened(mut embedding: Vec<f32>, dimensions: usize) -> Vec<f32> {
     if dimensions < embedding.len() {
         embedding.truncate(dimensions);
@@ -78,18 +78,18 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
     named(&shared, &fields)?;
     if !encoder(&shared)?.predicts {
         return Err(ApiError::request(
-            "this model was not trained on utterances: it says nothing of intents and slots",
+            "this model was not trained on utterances: it does not predict intents and slots",
         ));
     }
-    let texts = fields.texts("input", TEXTS)?;
-    if texts.is_empty() {
-        return Err(fields.wrong("input", &format!("a string or up to {TEXTS} of them")));
+    let inputs = fields.strings("input", MAX_INPUTS)?;
+    if inputs.is_empty() {
+        return Err(fields.wrong("input", &format!("a string or up to {MAX_INPUTS} of them")));
     }
-    told_unknown(&shared, &caller.record, &fields)?;
-    caller.record.prompt(0, || texts.clone().into());
-    let asked = texts.clone();
-    let predictions = ask(&shared, &caller, |reply| Job::Predict { texts: asked, reply }).await?;
-    let data = texts.iter().zip(predictions).enumerate().map(|(at, (text, prediction))| {
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
+    caller.record.prompt(0, || inputs.clone().into());
+    let asked = inputs.clone();
+    let predictions = ask(&shared, &caller, |reply| Job::Predict { inputs: asked, reply }).await?;
+    let data = inputs.iter().zip(predictions).enumerate().map(|(at, (text, prediction))| {
         let mut told = prediction.json(text);
         told["index"] = at.into();
         told
@@ -101,12 +101,12 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
 pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     match shared.served.get() {
         Some(Served::Encoder(encoder)) => Ok(encoder),
-        Some(Served::Writer(_)) => Err(ApiError::request("this model writes: it is no encoder")),
-        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        Some(Served::Generator(_)) => Err(ApiError::request("this model generates text: it is not an encoder")),
+        None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }
 
-/// Has the device do a job.
+/// Runs a job on the device.
 pub(super) async fn ask<T>(
     shared: &Shared,
     caller: &Caller,
@@ -120,9 +120,9 @@ pub(super) async fn ask<T>(
     Ok(answer.map_err(|_| ApiError::stopping())??)
 }
 
-/// The texts of `input`, each a string or tokens.
+/// The inputs, each a string or tokens.
 fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, ApiError> {
-    let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", encoder.vocabulary);
+    let wanted = format!("a string, tokens below {}, or an array of up to {MAX_INPUTS} of these", encoder.vocabulary);
     let wrong = || fields.wrong("input", &wanted);
     let token = |value: &Value| {
         let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
@@ -136,20 +136,20 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, Api
         Value::Array(values) => given(values),
         _ => Err(wrong()),
     };
-    let texts = match fields.get("input") {
+    let inputs = match fields.get("input") {
         Some(text @ Value::String(_)) => vec![one(text)?],
         Some(Value::Array(values)) if values.first().is_some_and(Value::is_number) => vec![given(values)?],
-        Some(Value::Array(values)) if (1..=TEXTS).contains(&values.len()) => {
+        Some(Value::Array(values)) if (1..=MAX_INPUTS).contains(&values.len()) => {
             values.iter().map(one).collect::<Result<_, _>>()?
         }
         _ => return Err(wrong()),
     };
-    match texts.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
+    match inputs.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
         Some(text) => {
-            let message = format!("a text has {} tokens; the model reads 1 to {}", text.len(), encoder.context);
+            let message = format!("an input has {} tokens; the model accepts 1 to {}", text.len(), encoder.context);
             Err(ApiError::param("input", message).with_code("context_length_exceeded"))
         }
-        None => Ok(texts),
+        None => Ok(inputs),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What went wrong with a request, in OpenAI's form.
+//! Errors in OpenAI's form.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::failure::Failure;
 
-/// What went wrong with a request.
+/// An error of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::server) struct ApiError {
     pub(in crate::server) status: StatusCode,
@@ -22,17 +22,17 @@ impl ApiError {
         Self { status, kind, message: message.into(), param: None, code: None, retry_after: None }
     }
 
-    /// The request is wrong.
+    /// The request is invalid.
     pub(super) fn request(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
     }
 
-    /// A field of it is wrong.
+    /// A field is invalid.
     pub(super) fn param(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self { param: Some(param.into()), ..Self::request(message) }
     }
 
-    /// The same of a field that the client knows by another name.
+    /// The same error, with the client's name of the field.
     pub(super) fn renamed(self, name: impl Fn(&str) -> String) -> Self {
         let Some(old) = self.param else { return self };
         let new = name(&old);
@@ -47,14 +47,14 @@ impl ApiError {
         Self { status, ..self }
     }
 
-    /// There is no room in the queue.
+    /// The queue is full.
     pub(super) fn busy(retry_after: u64) -> Self {
-        let message = "too many texts wait already: try again later";
+        let message = "too many requests are waiting: try again later";
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
         Self { retry_after: Some(retry_after), ..error }.with_code("queue_full")
     }
 
-    /// It is not there yet, or not any more.
+    /// The server is loading or stopping.
     pub(super) fn unavailable(message: &str) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
         Self { retry_after: Some(5), ..error }
@@ -65,18 +65,18 @@ impl ApiError {
     }
 
     pub(in crate::server) fn too_slow() -> Self {
-        let message = "the answer took longer than the server allows";
+        let message = "the answer exceeded the server's time limit";
         Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", message).with_code("timeout")
     }
 
-    /// What a text was to be kept to cannot be followed to its end.
+    /// A constraint failed while generating.
     pub(in crate::server) fn grammar() -> Self {
         let message = "the text could not be kept to its schema or grammar: it grows beyond what is computed for a request, or \
                        allows none of the model's tokens";
         Self::request(message).with_code("grammar_limit")
     }
 
-    /// It is the server's own fault.
+    /// An error of the server.
     pub(in crate::server) fn server(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
@@ -109,6 +109,6 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// For the log.
+/// The reason, for the log.
 #[derive(Clone)]
 pub(super) struct Reason(pub(super) String);

@@ -1,6 +1,6 @@
-//! The fields of a request: each is checked where it is asked for, and named where it is wrong.
-//! Null is as good as absent. What nobody asks for is unknown: the answer's head and the log name
-//! it, and a strict server refuses it.
+//! The fields of a request, validated where they are read. Null counts as absent. Fields that
+//! nothing reads are unknown: the response header and the log name them, and a strict server
+//! refuses them.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::error::ApiError;
 
-/// Fields of other servers that are for their books, or for how fast they are.
+/// Fields of other servers for accounting or performance, which do not change an answer.
 const WITHOUT_EFFECT: [&str; 12] = [
     "cache_salt",
     "metadata",
@@ -30,7 +30,7 @@ const WITHOUT_EFFECT: [&str; 12] = [
 pub(super) struct Fields {
     values: Map<String, Value>,
     asked: RefCell<HashSet<String>>,
-    /// What the object is called, with a dot behind it, within the request.
+    /// Path of the object in the request, with a trailing dot.
     path: String,
 }
 
@@ -40,32 +40,31 @@ impl Fields {
             .map_err(|error| ApiError::request(format!("the body is not valid JSON: {error}")))?;
         match value {
             Value::Object(values) => Ok(Self { values, asked: RefCell::default(), path: String::new() }),
-            other => Err(ApiError::request(format!("the body has to be a JSON object, not {}", kind(&other)))),
+            other => Err(ApiError::request(format!("the body must be a JSON object, not {}", kind(&other)))),
         }
     }
 
-    /// The fields of a request that was made of another one.
+    /// The fields of a request derived from another one.
     pub(super) fn made(values: Map<String, Value>) -> Self {
         Self { values, asked: RefCell::default(), path: String::new() }
     }
 
-    /// The fields of an object within a request.
+    /// The fields of a nested object.
     pub(super) fn of(path: &str, value: &Value) -> Result<Self, ApiError> {
         match value {
             Value::Object(values) => {
                 Ok(Self { values: values.clone(), asked: RefCell::default(), path: format!("{path}.") })
             }
-            other => Err(ApiError::param(path, format!("{path} has to be an object, not {}", kind(other)))),
+            other => Err(ApiError::param(path, format!("{path} must be an object, not {}", kind(other)))),
         }
     }
 
-    /// A field by its whole name within the request.
+    /// A field's full path in the request.
     pub(super) fn name(&self, field: &str) -> String {
         format!("{}{field}", self.path)
     }
 
-    /// Fields that nobody has asked for by now, but for those of other servers that change no
-    /// answer.
+    /// Fields that nothing has read, except those of other servers that change no answer.
     pub(super) fn unknown(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let known = |field: &str| asked.contains(field) || WITHOUT_EFFECT.contains(&field);
@@ -81,10 +80,10 @@ impl Fields {
         self.values.get(field).filter(|value| !value.is_null())
     }
 
-    /// Refuses a field of other servers that would change the answer, and is not supported, unless it asks for nothing.
+    /// Refuses unsupported fields that would change the answer, unless their value has no effect.
     ///
     /// # Errors
-    /// With the first of `names` that asks for something.
+    /// The first of `names` whose value has an effect.
     pub(super) fn refuse(&self, names: &[&str]) -> Result<(), ApiError> {
         let nothing = |value: &Value| match value {
             Value::Null | Value::Bool(false) => true,
@@ -100,14 +99,14 @@ impl Fields {
         }
     }
 
-    /// That a field is not what it has to be.
+    /// The error of a field with a wrong value.
     pub(super) fn wrong(&self, field: &str, wanted: &str) -> ApiError {
         let name = self.name(field);
         let found = match self.get(field) {
             None => "is missing".to_string(),
             Some(value) => format!("is {}", kind(value)),
         };
-        ApiError::param(name.clone(), format!("{name} has to be {wanted}, and {found}"))
+        ApiError::param(name.clone(), format!("{name} must be {wanted}, but {found}"))
     }
 
     /// A number.
@@ -132,7 +131,7 @@ impl Fields {
         count.map(Some).ok_or_else(|| self.wrong(field, &wanted()))
     }
 
-    /// A whole number of either sign.
+    /// A signed integer.
     pub(super) fn integer(&self, field: &str) -> Result<Option<i64>, ApiError> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let whole = value.as_f64().filter(|whole| whole.fract() == 0.0 && whole.abs() < 9e15);
@@ -145,19 +144,19 @@ impl Fields {
         value.as_bool().ok_or_else(|| self.wrong(field, "true or false"))
     }
 
-    pub(super) fn text(&self, field: &str) -> Result<Option<&str>, ApiError> {
+    pub(super) fn string(&self, field: &str) -> Result<Option<&str>, ApiError> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.wrong(field, "a string"))
     }
 
-    /// A string or several.
-    pub(super) fn texts(&self, field: &str, most: usize) -> Result<Vec<String>, ApiError> {
+    /// A string or an array of strings.
+    pub(super) fn strings(&self, field: &str, most: usize) -> Result<Vec<String>, ApiError> {
         let wrong = || self.wrong(field, &format!("a string or up to {most} of them"));
         match self.get(field) {
             None => Ok(Vec::new()),
             Some(Value::String(text)) => Ok(vec![text.clone()]),
-            Some(Value::Array(texts)) if texts.len() <= most => {
-                texts.iter().map(|text| text.as_str().map(str::to_string).ok_or_else(wrong)).collect()
+            Some(Value::Array(strings)) if strings.len() <= most => {
+                strings.iter().map(|text| text.as_str().map(str::to_string).ok_or_else(wrong)).collect()
             }
             Some(_) => Err(wrong()),
         }
@@ -177,7 +176,7 @@ impl Fields {
     }
 }
 
-/// What a value is, in words; long ones are not repeated.
+/// A value in words, abbreviated.
 fn kind(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),

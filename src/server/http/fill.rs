@@ -1,16 +1,14 @@
-//! Prompts with a suffix, for models that were trained to fill in the middle (Bavarian et al.,
-//! 2022).
+//! Fill-in-the-middle prompts for requests with a suffix (Bavarian et al., 2022).
 
 use fireclay_datasets::Tokenizer;
 
 use super::error::ApiError;
 use super::tokens::Spelling;
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 
-/// The tokens before what stands before, before what stands behind, and before what is to be
-/// written, as families call them.
+/// The tokens before prefix, suffix and middle, as model families name them.
 const MARKS: [[&str; 3]; 4] = [
-    // Qwen, Granite's later models.
+    // Qwen, later Granite models.
     ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
     // StarCoder, Gemma, Granite.
     ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
@@ -19,7 +17,7 @@ const MARKS: [[&str; 3]; 4] = [
     ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
 ];
 
-/// The marks of a tokenizer, if it has any.
+/// The marks of a tokenizer, if it has them.
 pub(super) fn marks(tokenizer: &Tokenizer) -> Option<[u32; 3]> {
     let ids = |names: &[&str; 3]| {
         let [prefix, suffix, middle] = names.map(|name| tokenizer.token_id(name));
@@ -28,15 +26,15 @@ pub(super) fn marks(tokenizer: &Tokenizer) -> Option<[u32; 3]> {
     MARKS.iter().find_map(ids)
 }
 
-/// The tokens of a prompt and of the text behind what is to be generated.
+/// The tokens of a prompt and of the text after the gap.
 pub(super) fn tokens(
-    served: &ServedWriter,
+    served: &ServedGenerator,
     spelling: Spelling,
     prompt: &str,
     suffix: &str,
 ) -> Result<Vec<u32>, ApiError> {
     let Some([before, behind, middle]) = marks(&served.tokenizer) else {
-        let message = "suffix is for models that fill in the middle, and this one's tokenizer has no tokens for it";
+        let message = "suffix is for fill-in-the-middle models, but this model's tokenizer has no tokens for it";
         return Err(ApiError::param("suffix", message));
     };
     let (spelling, begins) = spelling.of_part();

@@ -1,4 +1,4 @@
-//! What there is: the page, the model, the server's health and figures.
+//! The page, the model, health and metrics.
 
 use axum::Extension;
 use axum::extract::{Path, State};
@@ -7,12 +7,12 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::error::ApiError;
-use super::texts::unknown_model;
+use super::generation::unknown_model;
 use super::{Asked, Shared, json_response};
 use crate::server::Phase;
 use crate::server::served::Served;
 
-/// The page may load nothing from elsewhere, and be framed by nobody.
+/// The page may load nothing from other origins and cannot be framed.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -71,10 +71,10 @@ pub(super) async fn model((State(shared), Extension(_)): Asked, Path(id): Path<S
     }
 }
 
-/// The model, once it is there.
+/// The model, once loaded.
 fn served(shared: &Shared) -> Option<Value> {
     let (paths, context) = match shared.served.get()? {
-        Served::Writer(writer) => {
+        Served::Generator(writer) => {
             let converses = writer.template.as_ref().is_some_and(|template| template.check().is_ok());
             let chat = if converses { &["/v1/chat/completions", "/v1/responses"][..] } else { &[] };
             (chat.iter().copied().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
@@ -105,19 +105,19 @@ mod tests {
         let missing =
             super::super::PATHS.into_iter().filter(|path| !files.contains(path) && !paths.contains_key(*path));
         assert_eq!(missing.collect::<Vec<&str>>(), [""; 0]);
-        // Every field that a handler asks for by its name.
+        // Every field that a handler reads.
         let asked = |source: &'static str| -> HashSet<&'static str> {
             let names = source.split("fields.").skip(1).filter_map(|rest| rest.split_once("(\"")?.1.split('"').next());
             // Not the words of an error.
             names.filter(|name| !name.contains(' ')).collect()
         };
-        let shared = concat!(include_str!("texts.rs"), include_str!("constraints.rs"));
+        let shared = concat!(include_str!("generation.rs"), include_str!("constraints.rs"));
         for (schema, sources) in [
             ("ChatRequest", vec![include_str!("chat.rs"), shared]),
             ("CompletionRequest", vec![include_str!("completions.rs"), shared]),
         ] {
             let known = description["components"]["schemas"][schema]["properties"].as_object().expect("properties");
-            // Tokens are what `/detokenize` reads, in the same file.
+            // `/detokenize` reads tokens in the same file.
             for field in sources.into_iter().flat_map(asked).filter(|field| *field != "tokens") {
                 assert!(known.contains_key(field), "{schema} lacks {field}");
             }
@@ -127,7 +127,7 @@ mod tests {
             let known = ["TokenizeRequest", "DetokenizeRequest"].into_iter().filter_map(of);
             assert!(known.into_iter().any(|known| known.contains_key(field)), "no schema has {field}");
         }
-        // A response is one text, and has what a chat has by names of its own.
+        // A response is one sequence, and renames some fields of a chat.
         let renamed = responses::RENAMED.map(|(chat, _)| chat);
         let other = |field: &&str| renamed.contains(field) || responses::UNSUPPORTED.contains(field);
         let known = description["components"]["schemas"]["ResponseRequest"]["properties"].as_object();

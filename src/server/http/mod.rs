@@ -1,4 +1,4 @@
-//! HTTP: which path does what, who may, and in what form answers leave.
+//! HTTP: routes, authorization, and response headers.
 
 mod chat;
 mod completions;
@@ -9,10 +9,10 @@ mod encoders;
 pub(super) mod error;
 mod fields;
 mod fill;
+mod generation;
 mod info;
 mod responses;
 mod scores;
-mod texts;
 mod tokens;
 
 use std::io::Read;
@@ -39,7 +39,7 @@ use super::{Phase, Shared};
 pub(super) use self::connections::{serve, tls};
 pub(super) use self::cross_origin::check as check_origin;
 
-/// All paths that there are, but for those of single models.
+/// All paths, except those of single models.
 const PATHS: [&str; 18] = [
     "/",
     "/page.css",
@@ -61,19 +61,19 @@ const PATHS: [&str; 18] = [
     "/tokenizer_info",
 ];
 
-/// Paths that need no key: a page that asks for it, and what watches the server.
+/// Paths that need no key: the page, and health checks.
 const OPEN: [&str; 6] = ["/", "/page.css", "/page.js", "/health", "/openapi.json", "/favicon.ico"];
 
-/// A request's name.
+/// The request's id.
 const REQUEST_ID: &str = "x-request-id";
-/// Names the fields of a request that are unknown here.
+/// Names unknown fields of a request.
 const UNKNOWN_FIELDS: &str = "x-unknown-fields";
 
-/// The address that a connection comes from.
+/// The remote address of a connection.
 #[derive(Clone, Copy)]
 struct Peer(IpAddr);
 
-/// Who asks, and what is to be told of it.
+/// The client of a request, and its log record.
 #[derive(Clone)]
 struct Caller {
     client: Client,
@@ -115,22 +115,22 @@ async fn nothing_there(request: Request) -> ApiError {
 
 async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
-    let error = ApiError::request(format!("{path} does not answer {method}"));
+    let error = ApiError::request(format!("{path} does not support {method}"));
     error.with_status(StatusCode::METHOD_NOT_ALLOWED).with_code("method_not_allowed")
 }
 
-/// A request's name: what its client calls it, if that can stand in a log, or a new one.
+/// The request's id: the client's own if it is safe to log, else a new one.
 fn request_id(headers: &HeaderMap) -> String {
     let given = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let fits = |id: &&str| (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
-    given.filter(fits).map_or_else(|| format!("req-{:016x}", texts::random()), str::to_string)
+    given.filter(fits).map_or_else(|| format!("req-{:016x}", generation::random()), str::to_string)
 }
 
-/// Who may ask, and a record of what was.
+/// Authorizes a request and creates its log record.
 async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Next) -> Response {
     let address = request.extensions().get::<Peer>().map_or(IpAddr::from([0, 0, 0, 0]), |peer| peer.0);
     let path = request.uri().path().to_string();
-    // Paths that there are not are one: anyone can make up more.
+    // Unknown paths count as one, since anyone can make up more.
     let known = PATHS.into_iter().find(|known| *known == path).unwrap_or("other");
     let id = request_id(request.headers());
     let record = Record::new(Arc::clone(&shared), (address, id.clone()), request.method().as_str(), &path, known);
@@ -147,7 +147,7 @@ async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Ne
         record.error(&reason);
     }
     record.status(response.status().as_u16());
-    if response.extensions().get::<texts::Streams>().is_some() {
+    if response.extensions().get::<generation::Streams>().is_some() {
         record.streams();
     }
     let unknown = record.unknown_fields();
@@ -163,12 +163,12 @@ async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Ne
     response
 }
 
-/// The number of the key that a request has, if one is asked for.
+/// The index of the request's key, if one is required.
 fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) -> Result<Option<usize>, ApiError> {
     let options = &shared.options;
-    // A page from elsewhere whose name was made to point here: its requests have that name.
+    // Guards against DNS rebinding.
     if shared.keys.is_empty() && options.host.is_loopback() && !options.insecure && !is_local(headers) {
-        let error = ApiError::request("this server answers requests to this machine only; --insecure lets others in");
+        let error = ApiError::request("this server answers requests to this machine only; --insecure allows others");
         return Err(error.with_status(StatusCode::FORBIDDEN).with_code("wrong_host"));
     }
     let mut key = None;
@@ -179,12 +179,12 @@ fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) ->
         let refused = |message: &str| {
             ApiError::request(message).with_status(StatusCode::UNAUTHORIZED).with_code("invalid_api_key")
         };
-        let given = bearer.ok_or_else(|| refused("an API key is needed: `Authorization: Bearer KEY`"))?;
-        key = Some(shared.keys.find(given).ok_or_else(|| refused("the API key is not right"))?);
+        let given = bearer.ok_or_else(|| refused("missing API key: send `Authorization: Bearer KEY`"))?;
+        key = Some(shared.keys.find(given).ok_or_else(|| refused("invalid API key"))?);
     }
     if method == Method::POST && path.starts_with("/v1/") {
         match shared.phase() {
-            Phase::Loading => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+            Phase::Loading => return Err(ApiError::unavailable("the model is loading").with_code("loading")),
             Phase::Draining(_) | Phase::Stopped => return Err(ApiError::stopping()),
             Phase::Ready => {}
         }
@@ -192,7 +192,7 @@ fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) ->
     Ok(key)
 }
 
-/// Whether a request is to this machine by its address, or as `localhost`.
+/// Whether a request names this machine by address or as `localhost`.
 fn is_local(headers: &HeaderMap) -> bool {
     let Some(host) = headers.get(header::HOST).and_then(|host| host.to_str().ok()) else { return true };
     let name = match host.rsplit_once(':') {
@@ -207,31 +207,31 @@ fn json_response(status: StatusCode, body: &Value) -> Response {
     (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
 }
 
-/// The fields of a request's body, which is a JSON object.
+/// The fields of a request's body, a JSON object.
 async fn body(shared: &Shared, request: Request) -> Result<Fields, ApiError> {
     let (parts, body) = request.into_parts();
     let kind = parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    // A page from elsewhere cannot send this one without asking.
+    // A page of another origin cannot send this type without a preflight request.
     if !kind.split(';').next().is_some_and(|kind| kind.trim().eq_ignore_ascii_case("application/json")) {
-        let error = ApiError::request("the body has to be JSON: `Content-Type: application/json`");
+        let error = ApiError::request("the body must be JSON: `Content-Type: application/json`");
         return Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE));
     }
     let most = shared.options.limits.body_bytes;
     let read = tokio::time::timeout(BODY_TIME, whole(body, most)).await;
-    let late = ApiError::request("the body took too long to come").with_status(StatusCode::REQUEST_TIMEOUT);
+    let late = ApiError::request("the body took too long to arrive").with_status(StatusCode::REQUEST_TIMEOUT);
     let bytes = read.map_err(|_| late)??;
     let coding = parts.headers.get(header::CONTENT_ENCODING).map_or("", |value| value.to_str().unwrap_or("?"));
     match coding.trim().to_ascii_lowercase().as_str() {
         "" | "identity" => Fields::parse(&bytes),
         "gzip" | "x-gzip" => Fields::parse(&unzipped(&bytes, most)?),
         other => {
-            let error = ApiError::request(format!("a body is sent as it is, or as gzip, and not as {other}"));
+            let error = ApiError::request(format!("the body's encoding must be identity or gzip, not {other}"));
             Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE))
         }
     }
 }
 
-/// What gzip made smaller, up to `most` bytes.
+/// Decompresses gzip, up to `most` bytes.
 fn unzipped(bytes: &[u8], most: usize) -> Result<Vec<u8>, ApiError> {
     let mut read = Vec::new();
     let all = MultiGzDecoder::new(bytes).take(most as u64 + 1).read_to_end(&mut read);
@@ -243,7 +243,7 @@ fn too_large(most: usize) -> ApiError {
     ApiError::request(format!("the body has more than {most} bytes")).with_status(StatusCode::PAYLOAD_TOO_LARGE)
 }
 
-/// How long a body may take to come.
+/// Time limit of a request's body.
 const BODY_TIME: std::time::Duration = std::time::Duration::from_secs(30);
 
 async fn whole(body: Body, most: usize) -> Result<Vec<u8>, ApiError> {

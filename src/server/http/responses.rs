@@ -1,5 +1,5 @@
-//! `/v1/responses`: what `/v1/chat/completions` does, in the form of OpenAI's newer API. A request
-//! becomes one for a chat, so that both are read in one way. Nothing is kept between requests.
+//! `/v1/responses`: OpenAI's newer API. A request is converted to one of `/v1/chat/completions`, so
+//! that both are validated alike. Nothing is stored between requests.
 
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -9,19 +9,19 @@ use serde_json::{Map, Value, json};
 use super::chat::{call_id, logprobs, task};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{Form, Head, Usage, answer, now, random, writer};
+use super::generation::{Form, Head, Usage, answer, now, random, writer};
 use super::{Asked, Shared, body};
 use crate::inference::chat::ChatTemplate;
 use crate::server::answers::Piece;
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 use crate::server::tools::{ToolCall, ToolStyle};
 
-/// Fields of OpenAI's that nothing here follows.
+/// OpenAI's fields that are not supported.
 pub(super) const UNSUPPORTED: [&str; 6] =
     ["background", "context_management", "moderation", "prompt", "prompt_logprobs", "n"];
-/// Fields that refer to what was kept.
+/// Fields that refer to stored responses.
 const KEPT: [&str; 2] = ["previous_response_id", "conversation"];
-/// Fields of a chat, and what they are called here.
+/// Fields of a chat request and their names here.
 pub(super) const RENAMED: [(&str, &str); 5] = [
     ("messages", "input"),
     ("response_format", "text.format"),
@@ -29,7 +29,7 @@ pub(super) const RENAMED: [(&str, &str); 5] = [
     ("max_tokens", "max_output_tokens"),
     ("logprobs", "top_logprobs"),
 ];
-/// Fields that a chat does not have, or has in another form.
+/// Fields that a chat request lacks, or has in another form.
 pub(super) const OWN: [&str; 14] = [
     "background",
     "chat_template_kwargs",
@@ -46,12 +46,12 @@ pub(super) const OWN: [&str; 14] = [
     "tools",
     "truncation",
 ];
-/// How much a model may think, in OpenAI's words.
+/// Levels of reasoning effort, as at OpenAI.
 const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
-/// What may be included, and is not there: no item here has any of it.
+/// Values of include that no item here has.
 const NOT_THERE: &str = "reasoning.encrypted_content";
 const LOGPROBS: &str = "message.output_text.logprobs";
-/// Entries of `metadata`.
+/// Maximum entries of `metadata`.
 const METADATA: usize = 16;
 
 pub(super) async fn responses(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -59,11 +59,11 @@ pub(super) async fn responses(asked: Asked, request: Request) -> Result<Response
     let fields = body(&shared, request).await?;
     let (chat, told) = translated(&shared, fields)?;
     let (prompts, settings, taken) = task(&shared, &caller, chat).await.map_err(own_name)?;
-    let form = ResponseForm { told, logprobs: settings.likeliest.is_some(), ..ResponseForm::default() };
+    let form = ResponseForm { told, logprobs: settings.top_logprobs.is_some(), ..ResponseForm::default() };
     answer(shared, caller, (prompts, settings, taken), form).await.map_err(own_name)
 }
 
-/// What is wrong with the request for a chat, by the names that the client gave.
+/// An error of the chat request, with the client's names of fields.
 fn own_name(error: ApiError) -> ApiError {
     error.renamed(|name| {
         let name = name.replace(".function.", ".").replace(".json_schema", "");
@@ -72,21 +72,21 @@ fn own_name(error: ApiError) -> ApiError {
     })
 }
 
-/// The request for a chat that this one is, and what the answer repeats of it.
+/// The equivalent chat request, and the fields that the answer repeats.
 fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Value>), ApiError> {
     fields.refuse(&UNSUPPORTED)?;
     if let Some(field) = KEPT.into_iter().find(|field| fields.get(field).is_some()) {
-        let message = format!("{field} is not supported: nothing is kept here; send in input what was said before");
+        let message = format!("{field} is not supported: responses are not stored; send the conversation in input");
         return Err(ApiError::param(field, message));
     }
     if let Some((field, own)) = RENAMED.into_iter().find(|(field, _)| fields.get(field).is_some()) {
-        return Err(ApiError::param(field, format!("{field} is a field of chats: responses have {own}")));
+        return Err(ApiError::param(field, format!("{field} is a field of chat completions: responses have {own}")));
     }
     fields.flag("store", true)?;
-    // Of tools of the server's own, of which there are none.
+    // The server has no tools of its own.
     fields.count("max_tool_calls", 1..=usize::MAX)?;
-    if fields.text("truncation")?.is_some_and(|truncation| truncation != "disabled") {
-        return Err(fields.wrong("truncation", "\"disabled\": nothing that was said is left out here"));
+    if fields.string("truncation")?.is_some_and(|truncation| truncation != "disabled") {
+        return Err(fields.wrong("truncation", "\"disabled\": the conversation is never truncated"));
     }
     let metadata = fields.object("metadata")?.map_or_else(Map::new, Fields::into_values);
     if metadata.len() > METADATA || !metadata.values().all(Value::is_string) {
@@ -132,23 +132,23 @@ fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Va
         ("user", given("user", Value::Null)),
     ];
     let told = told.into_iter().map(|(field, value)| (field.to_string(), value)).collect();
-    // The rest is as a chat has it.
+    // The rest is as in a chat request.
     for (field, value) in fields.into_values().into_iter().filter(|(field, _)| !OWN.contains(&&field[..])) {
         chat.entry(field).or_insert(value);
     }
     Ok((Fields::made(chat), told))
 }
 
-/// The form that the text has to have.
+/// The output format.
 fn format(fields: &Fields) -> Result<Option<Value>, ApiError> {
     let Some(text) = fields.object("text")? else { return Ok(None) };
-    if text.text("verbosity")?.is_some_and(|verbosity| verbosity != "medium") {
-        return Err(text.wrong("verbosity", "\"medium\": this model knows no other"));
+    if text.string("verbosity")?.is_some_and(|verbosity| verbosity != "medium") {
+        return Err(text.wrong("verbosity", "\"medium\": this model supports no other"));
     }
     Ok(text.object("format")?.map(|format| Value::Object(format.into_values())))
 }
 
-/// A format as chats have it.
+/// A format in the chat API's form.
 fn chat_format(mut format: Value) -> Value {
     match format["type"].as_str() {
         Some("json_schema") => {
@@ -161,22 +161,21 @@ fn chat_format(mut format: Value) -> Value {
     }
 }
 
-/// What the template is told: what the request says, and how much the model is to think, in the
-/// template's own words.
+/// Template variables: the request's, and the reasoning effort in the template's own terms.
 fn variables(
-    served: &ServedWriter,
+    served: &ServedGenerator,
     fields: &Fields,
     reasoning: Option<&Fields>,
 ) -> Result<Map<String, Value>, ApiError> {
     let mut variables = fields.object("chat_template_kwargs")?.map_or_else(Map::new, Fields::into_values);
     let Some(reasoning) = reasoning else { return Ok(variables) };
     for summary in ["summary", "generate_summary"] {
-        // As much as there is, which is none.
-        if reasoning.text(summary)?.is_some_and(|kind| kind != "auto") {
-            return Err(reasoning.wrong(summary, "\"auto\" or left out: what a model thinks is not summed up"));
+        // There are no summaries.
+        if reasoning.string(summary)?.is_some_and(|kind| kind != "auto") {
+            return Err(reasoning.wrong(summary, "\"auto\" or left out: reasoning summaries are not supported"));
         }
     }
-    let Some(effort) = reasoning.text("effort")? else { return Ok(variables) };
+    let Some(effort) = reasoning.string("effort")? else { return Ok(variables) };
     if !EFFORTS.contains(&effort) {
         return Err(reasoning.wrong("effort", &format!("one of {}", EFFORTS.join(", "))));
     }
@@ -186,12 +185,12 @@ fn variables(
     } else if knows("enable_thinking") {
         variables.entry("enable_thinking").or_insert((effort != "none").into());
     } else if effort != "none" {
-        return Err(reasoning.wrong("effort", "\"none\" or left out: this model's chat template has no word for it"));
+        return Err(reasoning.wrong("effort", "\"none\" or left out: this model's chat template does not support it"));
     }
     Ok(variables)
 }
 
-/// Whether log-probabilities are to be in the answer.
+/// Whether log-probabilities were requested.
 fn includes_logprobs(fields: &Fields) -> Result<bool, ApiError> {
     let mut found = false;
     for included in fields.array("include")?.unwrap_or_default() {
@@ -204,12 +203,12 @@ fn includes_logprobs(fields: &Fields) -> Result<bool, ApiError> {
     Ok(found)
 }
 
-/// Tools as chats have them.
+/// Tools in the chat API's form.
 fn tools(fields: &Fields) -> Result<Option<Vec<Value>>, ApiError> {
     let Some(tools) = fields.array("tools")? else { return Ok(None) };
     let tool = |(at, tool): (usize, &Value)| {
         let tool = Fields::of(&format!("tools[{at}]"), tool)?;
-        if tool.text("type")? != Some("function") {
+        if tool.string("type")? != Some("function") {
             return Err(tool.wrong("type", "\"function\": this server has no tools of its own"));
         }
         let mut function = tool.into_values();
@@ -224,17 +223,17 @@ fn tool_choice(fields: &Fields) -> Result<Option<Value>, ApiError> {
         return Ok(fields.get("tool_choice").cloned());
     };
     let choice = Fields::of("tool_choice", choice)?;
-    if choice.text("type")? != Some("function") {
+    if choice.string("type")? != Some("function") {
         return Err(choice.wrong("type", "\"function\""));
     }
-    let name = choice.text("name")?.ok_or_else(|| choice.wrong("name", "a string"))?;
+    let name = choice.string("name")?.ok_or_else(|| choice.wrong("name", "a string"))?;
     Ok(Some(json!({ "type": "function", "function": { "name": name } })))
 }
 
-/// What was said, as chats have it.
+/// The conversation in the chat API's form.
 fn messages(fields: &Fields) -> Result<Vec<Value>, ApiError> {
     let mut said = Said::default();
-    if let Some(instructions) = fields.text("instructions")? {
+    if let Some(instructions) = fields.string("instructions")? {
         said.words("system", instructions);
     }
     match fields.get("input") {
@@ -249,19 +248,19 @@ fn messages(fields: &Fields) -> Result<Vec<Value>, ApiError> {
     Ok(said.messages)
 }
 
-/// Messages of the items that were read by now.
+/// Messages of the items read so far.
 #[derive(Default)]
 struct Said {
     messages: Vec<Value>,
-    /// What the model thought before the next item.
+    /// Reasoning that precedes the next item.
     thought: Option<String>,
 }
 
 impl Said {
     fn item(&mut self, item: &Fields) -> Result<(), ApiError> {
-        match item.text("type")? {
+        match item.string("type")? {
             None | Some("message") => {
-                let role = match item.text("role")? {
+                let role = match item.string("role")? {
                     Some("developer") => "system",
                     Some(role @ ("system" | "user" | "assistant")) => role,
                     _ => return Err(item.wrong("role", "\"system\", \"developer\", \"user\" or \"assistant\"")),
@@ -269,24 +268,25 @@ impl Said {
                 self.words(role, &parts(item, "content")?);
             }
             Some("function_call") => {
-                let name = item.text("name")?.ok_or_else(|| item.wrong("name", "a string"))?;
-                let id = item.text("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
-                let arguments = item.text("arguments")?.unwrap_or_default();
+                let name = item.string("name")?.ok_or_else(|| item.wrong("name", "a string"))?;
+                let id = item.string("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
+                let arguments = item.string("arguments")?.unwrap_or_default();
                 let function = json!({ "name": name, "arguments": arguments });
                 self.call(json!({ "id": id, "type": "function", "function": function }));
             }
             Some("function_call_output") => {
-                let id = item.text("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
+                let id = item.string("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
                 let output = parts(item, "output")?;
                 self.messages.push(json!({ "role": "tool", "tool_call_id": id, "content": output }));
             }
             Some("reasoning") => {
-                // A summary is not what the model thought; what is encrypted is another server's.
+                // A summary is not the reasoning itself, and encrypted reasoning belongs to another
+                // server.
                 let thought = item.get("content").map(|_| parts(item, "content")).transpose()?;
                 self.thought = thought.filter(|thought| !thought.is_empty());
             }
             Some("item_reference") => {
-                let message = "an item cannot be referred to: nothing is kept here; send the item itself";
+                let message = "item references are not supported: responses are not stored; send the item itself";
                 return Err(ApiError::param(item.name("type"), message));
             }
             Some(_) => {
@@ -300,7 +300,7 @@ impl Said {
     fn words(&mut self, role: &str, text: &str) {
         let thought = self.thought.take();
         match self.messages.last_mut() {
-            // Many templates take one system message alone.
+            // Many templates accept only one system message.
             Some(last) if role == "system" && last["role"] == "system" => {
                 let before = last["content"].as_str().unwrap_or_default();
                 last["content"] = format!("{before}\n\n{text}").into();
@@ -315,7 +315,7 @@ impl Said {
         }
     }
 
-    /// A call belongs to what the model said before it.
+    /// A call belongs to the assistant message before it.
     fn call(&mut self, call: Value) {
         if self.thought.is_some() || self.messages.last().is_none_or(|last| last["role"] != "assistant") {
             self.words("assistant", "");
@@ -329,45 +329,45 @@ impl Said {
     }
 }
 
-/// A text, or the texts of parts.
+/// A string, or the text of parts.
 fn parts(item: &Fields, field: &str) -> Result<String, ApiError> {
     match item.get(field) {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Array(parts)) => {
             let part = |(at, part): (usize, &Value)| {
                 let part = Fields::of(&item.name(&format!("{field}[{at}]")), part)?;
-                let text = match part.text("type")? {
+                let text = match part.string("type")? {
                     Some("input_text" | "output_text" | "reasoning_text" | "text") => "text",
                     Some("refusal") => "refusal",
                     _ => {
                         return Err(
-                            part.wrong("type", "\"input_text\" or \"output_text\": this model reads nothing else")
+                            part.wrong("type", "\"input_text\" or \"output_text\": this model accepts text only")
                         );
                     }
                 };
-                Ok(part.text(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
+                Ok(part.string(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
             };
-            parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>().map(|texts| texts.concat())
+            parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>().map(|parts| parts.concat())
         }
         _ => Err(item.wrong(field, "a string or an array of parts")),
     }
 }
 
-/// An answer in the form of a response: messages and calls in the order in which they came.
+/// An answer as a response: messages and calls in order.
 #[derive(Default)]
 struct ResponseForm {
-    /// What the answer repeats of the request.
+    /// The fields repeated from the request.
     told: Map<String, Value>,
     logprobs: bool,
-    /// Events by now.
+    /// Number of events so far.
     events: usize,
-    /// Items that are complete.
+    /// Complete items.
     output: Vec<Value>,
-    /// The message that is being written.
+    /// The current message.
     message: Option<Message>,
-    /// What comes before a message: spaces around calls are none.
+    /// Whitespace before a message; around calls it is dropped.
     spaces: String,
-    /// Log-probabilities of tokens whose text is yet to come.
+    /// Log-probabilities of tokens whose text is held back.
     tokens: Vec<Value>,
     finish: &'static str,
 }
@@ -388,7 +388,7 @@ impl Message {
     }
 }
 
-/// A new item's identity.
+/// A new item id.
 fn item_id(kind: &str) -> String {
     format!("{kind}_{:016x}{:016x}", random(), random())
 }
@@ -432,7 +432,7 @@ impl ResponseForm {
         events
     }
 
-    /// Adds what waits to the message.
+    /// Adds held-back whitespace to the message.
     fn say(&mut self) -> Option<String> {
         let message = self.message.as_mut().filter(|_| !self.spaces.is_empty())?;
         let (delta, logprobs) = (std::mem::take(&mut self.spaces), std::mem::take(&mut self.tokens));
@@ -445,7 +445,7 @@ impl ResponseForm {
         Some(self.event("response.output_text.delta", told))
     }
 
-    /// Begins a message, unless there is one.
+    /// Starts a message, unless there is one.
     fn open(&mut self) -> Vec<String> {
         if self.message.is_some() {
             return Vec::new();
@@ -463,7 +463,7 @@ impl ResponseForm {
         ]
     }
 
-    /// Ends the message, if there is one.
+    /// Ends the current message, if any.
     fn close(&mut self, status: &str) -> Vec<String> {
         let Some(message) = self.message.take() else { return Vec::new() };
         let (at, id, part) = (self.output.len(), &message.id, message.part());
@@ -515,12 +515,12 @@ impl ResponseForm {
         events
     }
 
-    /// The status of an answer to which nothing is added.
+    /// The status of a complete answer.
     fn status(&self) -> &'static str {
         if self.finish == "length" { "incomplete" } else { "completed" }
     }
 
-    /// Ends what is being written. Of an answer without a word there is an empty message.
+    /// Ends the current item. An answer without output gets an empty message.
     fn finish(&mut self) -> Vec<String> {
         let mut events = Vec::new();
         if self.message.is_none() && self.output.is_empty() {
@@ -535,7 +535,7 @@ impl ResponseForm {
     }
 }
 
-/// Tokens in a response's words.
+/// Usage in the Responses API's terms.
 fn usage_json(usage: Usage) -> Value {
     let Usage { prompt, cached, written } = usage;
     json!({
@@ -555,7 +555,7 @@ impl Form for ResponseForm {
         ["response.created", "response.in_progress"].map(|name| self.event(name, response.clone())).into()
     }
 
-    fn more(&mut self, _head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String> {
+    fn more(&mut self, _head: &Head, served: &ServedGenerator, piece: Piece) -> Vec<String> {
         if self.logprobs {
             self.tokens.extend(logprobs(served, &piece.tokens));
         }
@@ -584,7 +584,14 @@ impl Form for ResponseForm {
         events
     }
 
-    fn whole(&mut self, head: &Head, served: &ServedWriter, _count: usize, pieces: Vec<Piece>, usage: Usage) -> Value {
+    fn whole(
+        &mut self,
+        head: &Head,
+        served: &ServedGenerator,
+        _count: usize,
+        pieces: Vec<Piece>,
+        usage: Usage,
+    ) -> Value {
         for piece in pieces {
             self.more(head, served, piece);
         }
@@ -681,7 +688,7 @@ mod tests {
             assert_eq!(event["sequence_number"], at);
             assert!(event["output_index"].as_u64().is_some_and(|index| index < 4), "{event}");
         }
-        // Spaces alone are words where there are no calls; nothing at all is a message, too.
+        // Whitespace counts as text if there are no calls; no output at all is an empty message.
         for text in ["\n", ""] {
             let mut form = ResponseForm::default();
             assert!(form.words(text).is_empty());

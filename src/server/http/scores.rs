@@ -1,5 +1,5 @@
-//! `/v1/score` and `/v1/rerank`: how well texts fit, in vLLM's and Cohere's form. A model with a
-//! head for it reads two texts at once; of another encoder it is the cosine of their embeddings.
+//! `/v1/score` and `/v1/rerank`, in vLLM's and Cohere's form. A cross-encoder scores each pair at
+//! once; for other encoders the score is the cosine of the embeddings.
 
 use std::sync::Arc;
 
@@ -9,29 +9,28 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::encoders::{TEXTS, ask, encoder};
+use super::encoders::{MAX_INPUTS, ask, encoder};
 use super::error::ApiError;
-use super::texts::{named, random, told_unknown};
+use super::generation::{named, random, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
-/// A score for each pair of `text_1` and `text_2`: one with each, or the first with the first and
-/// so on.
+/// A score for each pair of `text_1` and `text_2`: one with each, or pairwise.
 pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     encoder(&shared)?;
-    let (firsts, seconds) = (fields.texts("text_1", TEXTS)?, fields.texts("text_2", TEXTS)?);
+    let (firsts, seconds) = (fields.strings("text_1", MAX_INPUTS)?, fields.strings("text_2", MAX_INPUTS)?);
     let pairs: Vec<(String, String)> = match (firsts.len(), seconds.len()) {
-        (0, _) => return Err(fields.wrong("text_1", &format!("a string or up to {TEXTS} of them"))),
-        (_, 0) => return Err(fields.wrong("text_2", &format!("a string or up to {TEXTS} of them"))),
+        (0, _) => return Err(fields.wrong("text_1", &format!("a string or up to {MAX_INPUTS} of them"))),
+        (_, 0) => return Err(fields.wrong("text_2", &format!("a string or up to {MAX_INPUTS} of them"))),
         (1, _) => seconds.into_iter().map(|second| (firsts[0].clone(), second)).collect(),
         (one, other) if one == other => firsts.into_iter().zip(seconds).collect(),
         (one, _) => return Err(fields.wrong("text_2", &format!("{one} strings, as text_1 has"))),
     };
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     let (scores, tokens) = scored(&shared, &caller, pairs).await?;
     let data = scores.iter().enumerate();
     let data: Vec<Value> = data.map(|(at, score)| json!({ "object": "score", "index": at, "score": score })).collect();
@@ -41,25 +40,25 @@ pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, Ap
     Ok(json_response(StatusCode::OK, &body))
 }
 
-/// Documents by how well they fit a query, the best first.
+/// Documents ranked by their score for a query.
 pub(super) async fn rerank(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     encoder(&shared)?;
-    let query = fields.text("query")?.ok_or_else(|| fields.wrong("query", "a string"))?.to_string();
-    let wanted = format!("an array of 1 to {TEXTS} strings, or objects with text");
-    let given = fields.array("documents")?.filter(|given| (1..=TEXTS).contains(&given.len()));
+    let query = fields.string("query")?.ok_or_else(|| fields.wrong("query", "a string"))?.to_string();
+    let wanted = format!("an array of 1 to {MAX_INPUTS} strings, or objects with text");
+    let given = fields.array("documents")?.filter(|given| (1..=MAX_INPUTS).contains(&given.len()));
     let given = given.ok_or_else(|| fields.wrong("documents", &wanted))?;
     let text = |document: &Value| {
         let text = document.as_str().or_else(|| document["text"].as_str());
         text.map(str::to_string).ok_or_else(|| fields.wrong("documents", &wanted))
     };
     let documents = given.iter().map(text).collect::<Result<Vec<String>, ApiError>>()?;
-    // vLLM takes 0 for all.
+    // At vLLM 0 means all.
     let most = fields.count("top_n", 0..=usize::MAX)?.filter(|most| *most > 0).unwrap_or(documents.len());
     let shows = fields.flag("return_documents", true)?;
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     let pairs = documents.iter().map(|document| (query.clone(), document.clone())).collect();
     let (scores, tokens) = scored(&shared, &caller, pairs).await?;
     let mut order: Vec<usize> = (0..documents.len()).collect();
@@ -86,7 +85,7 @@ fn usage(tokens: usize) -> Value {
     json!({ "prompt_tokens": tokens, "total_tokens": tokens })
 }
 
-/// A score for each pair, and the tokens that were read for them.
+/// The score of each pair, and the number of tokens read.
 async fn scored(
     shared: &Arc<Shared>,
     caller: &Caller,
@@ -106,12 +105,12 @@ async fn scored(
         };
         Ok(match encoder.scores {
             true => (pairs.iter().map(pair).collect::<Result<Vec<_>, _>>()?, Vec::new()),
-            // The first text of all pairs may be one.
+            // All pairs may share the first text.
             false => {
                 let one = pairs.iter().all(|(first, _)| *first == pairs[0].0);
                 let firsts = pairs.iter().take(if one { 1 } else { pairs.len() }).map(|(first, _)| first);
-                let texts = firsts.chain(pairs.iter().map(|(_, second)| second));
-                (Vec::new(), texts.map(text).collect::<Result<Vec<_>, _>>()?)
+                let inputs = firsts.chain(pairs.iter().map(|(_, second)| second));
+                (Vec::new(), inputs.map(text).collect::<Result<Vec<_>, _>>()?)
             }
         })
     })
@@ -123,7 +122,7 @@ async fn scored(
         return Ok((ask(shared, caller, |reply| Job::Score { pairs: of_pairs, reply }).await?, tokens));
     }
     let pairs = given.as_array().map_or(0, Vec::len);
-    let embeddings = ask(shared, caller, |reply| Job::Embed { texts: of_texts, reply }).await?;
+    let embeddings = ask(shared, caller, |reply| Job::Embed { inputs: of_texts, reply }).await?;
     let (firsts, seconds) = embeddings.split_at(embeddings.len() - pairs);
     let cosine = |(at, second): (usize, &Vec<f32>)| {
         let first = firsts.get(at).or(firsts.first()).map_or(&[][..], Vec::as_slice);
@@ -140,6 +139,6 @@ fn fits(encoder: &ServedEncoder, tokens: usize) -> Result<(), ApiError> {
     if (1..=encoder.context).contains(&tokens) {
         return Ok(());
     }
-    let message = format!("the texts have {tokens} tokens; the model reads 1 to {}", encoder.context);
+    let message = format!("the inputs have {tokens} tokens; the model accepts 1 to {}", encoder.context);
     Err(ApiError::request(message).with_code("context_length_exceeded"))
 }

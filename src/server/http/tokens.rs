@@ -1,4 +1,4 @@
-//! `/tokenize`, `/detokenize` and `/tokenizer_info`: a model's tokens, as vLLM has them.
+//! `/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's form.
 
 use std::sync::Arc;
 
@@ -11,23 +11,22 @@ use serde_json::{Value, json};
 use super::chat::conversation;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{bounded, named, spelled, told_unknown, writer};
+use super::generation::{bounded, named, spelled, warn_unknown_fields, writer};
 use super::{Asked, body, json_response};
-use crate::server::served::{Served, ServedWriter, begins};
+use crate::server::served::{Served, ServedGenerator, begins};
 
-/// How a text becomes tokens.
+/// How a text is tokenized.
 #[derive(Clone, Copy)]
 pub(super) struct Spelling {
-    /// Whether it begins as the tokenizer begins texts, with a token of its own.
+    /// Whether the tokenizer's own tokens, such as BOS, are added.
     add_special: bool,
-    /// Whether what spells a special token in the text is that token, and not its characters.
+    /// Whether the text of a special token is parsed as that token.
     allow_special: bool,
 }
 
 impl Spelling {
-    /// What a request asks for. Special tokens are spelled in a text unless it says otherwise:
-    /// `/v1/completions` is for whoever makes prompts whole, and what others have written has to go
-    /// through a chat.
+    /// Reads the settings of a request. Special tokens are parsed by default: `/v1/completions` is
+    /// for complete prompts, and untrusted text belongs in a chat.
     pub(super) fn read(fields: &Fields, allow_special: bool) -> Result<Self, ApiError> {
         Ok(Self {
             add_special: fields.flag("add_special_tokens", true)?,
@@ -35,13 +34,13 @@ impl Spelling {
         })
     }
 
-    /// The same for a part of a prompt that the tokenizer's own tokens stand outside of, and whether
-    /// they are wanted.
+    /// The same for a part of a prompt to which the tokenizer's own tokens are added outside, and
+    /// whether they are wanted.
     pub(super) fn of_part(self) -> (Self, bool) {
         (Self { add_special: false, ..self }, self.add_special)
     }
 
-    pub(super) fn tokens(self, served: &ServedWriter, field: &str, text: &str) -> Result<Vec<u32>, ApiError> {
+    pub(super) fn tokens(self, served: &ServedGenerator, field: &str, text: &str) -> Result<Vec<u32>, ApiError> {
         bounded(field, text, served.context, served.longest_token)?;
         let tokenizer = &served.tokenizer;
         let tokens = match (self.add_special, self.allow_special) {
@@ -54,7 +53,7 @@ impl Spelling {
     }
 }
 
-/// Tokens of a text, or of a conversation.
+/// The tokens of a text or a conversation.
 pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
@@ -63,12 +62,12 @@ pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response,
     let made = tokio::task::spawn_blocking(move || {
         let served = writer(&work)?;
         let strings = fields.flag("return_token_strs", false)?;
-        let tokens = match fields.text("prompt")? {
+        let tokens = match fields.string("prompt")? {
             Some(text) => Spelling::read(&fields, true)?.tokens(served, "prompt", text)?,
             None if fields.get("messages").is_some() => conversation(served, &fields)?.0,
-            None => return Err(fields.wrong("prompt", "a string, or messages have to be there")),
+            None => return Err(fields.wrong("prompt", "a string, or give messages")),
         };
-        told_unknown(&work, &record, &fields)?;
+        warn_unknown_fields(&work, &record, &fields)?;
         let spelled: Value = match strings {
             true => tokens.iter().map(|token| spelled(served, *token)).collect::<Vec<String>>().into(),
             false => Value::Null,
@@ -95,20 +94,20 @@ pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Respons
         token.filter(|token| (*token as usize) < served.vocabulary).ok_or_else(|| fields.wrong("tokens", &most))
     };
     let tokens = given.iter().map(token).collect::<Result<Vec<u32>, ApiError>>()?;
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     let bytes: Vec<u8> = tokens.iter().flat_map(|token| served.bytes_of(*token)).collect();
     Ok(json_response(StatusCode::OK, &json!({ "prompt": String::from_utf8_lossy(&bytes) })))
 }
 
-/// What clients ask of a tokenizer before they count by it.
+/// What clients need to know of a tokenizer to count tokens.
 pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response, ApiError> {
     let (tokenizer, template, ends, context) = match shared.served.get() {
-        Some(Served::Writer(served)) => {
+        Some(Served::Generator(served)) => {
             let template = served.template.as_ref().map(|template| template.source().to_string());
-            (&served.tokenizer, template, served.ends.clone(), served.context)
+            (&served.tokenizer, template, served.stop_tokens.clone(), served.context)
         }
         Some(Served::Encoder(served)) => (&served.tokenizer, None, Vec::new(), served.context),
-        None => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        None => return Err(ApiError::unavailable("the model is loading").with_code("loading")),
     };
     let name = |token: Option<u32>| token.and_then(|token| tokenizer.token(token));
     let begin = begins(tokenizer);

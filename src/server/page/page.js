@@ -356,7 +356,7 @@ function bareUrl(text, at) {
 }
 
 // What is within a line. Delimiters of emphasis and links are kept in a list until others close
-// them, as CommonMark's description of a parser has it, with texts and elements in another.
+// them, as CommonMark's description of a parser has it, with text and elements in another.
 function inline(text, budget) {
   const first = { next: null };
   let tail = first;
@@ -379,7 +379,7 @@ function inline(text, budget) {
     budget.left -= 1;
     return push({ made, depth: 1, ...item });
   };
-  // What is between two items, as nodes; texts that follow each other become one.
+  // Nodes for the content between two items; adjacent text is joined.
   const between = (from, to, flat) => {
     const nodes = [];
     let held = "";
@@ -778,7 +778,7 @@ function save(one) {
   if (!one.messages.length) return keep("localStorage", CHAT + one.id, "");
   const revision = random();
   const text = JSON.stringify({ ...one, rate: undefined, revision, context: context(), saved: Date.now() });
-  const told = "This chat is not kept: there is no more room for it in this browser's storage.";
+  const told = "This chat is not saved: the browser's storage is full.";
   if (text.length > CHARACTERS) return note(told);
   // The oldest make room.
   const others = names().filter(name => name !== CHAT + one.id);
@@ -858,7 +858,7 @@ function listChats() {
     };
     return element("li", "", [shown, gone]);
   }));
-  $("kept").textContent = found.length ? "Chats are kept in this browser only." : "There are no chats yet.";
+  $("kept").textContent = found.length ? "Chats are saved in this browser only." : "No chats yet.";
   $("delete-all").hidden = !found.length;
 }
 
@@ -874,7 +874,7 @@ function forget(gone) {
 // --- the conversation on the page
 
 const NAMES = { user: "You", assistant: "Answer" };
-let views = new Map();       // how messages are shown
+let views = new Map();       // elements of messages
 
 function show(message, plain = message.role === "user" || !chat.converses) {
   $("empty").hidden = true;
@@ -894,13 +894,13 @@ function show(message, plain = message.role === "user" || !chat.converses) {
   return view;
 }
 
-// What is under an answer that is complete.
+// The line under a complete answer.
 function tell({ message, under }) {
-  const empty = message.content.trim() ? [] : [element("span", "The model wrote nothing.")];
+  const empty = message.content.trim() ? [] : [element("span", "The model returned no text.")];
   under.replaceChildren(...empty, ...message.told ? [element("span", message.told)] : []);
 }
 
-// The last answer may be written again.
+// The last answer can be regenerated.
 function offer() {
   document.querySelectorAll(".regenerate").forEach(button => button.remove());
   const last = chat.messages.at(-1);
@@ -913,7 +913,7 @@ function offer() {
   return again;
 }
 
-// A line above the first message that the model reads, where not all of them fit.
+// Marks the first message that is sent, if not all of them fit.
 function showCut() {
   document.querySelectorAll(".cut").forEach(line => line.remove());
   if (!chat.cut) return;
@@ -921,9 +921,9 @@ function showCut() {
   const first = chat.messages.find(message => (end += message.content.length) > chat.cut);
   if (!first) return;
   const within = end - first.content.length < chat.cut;
-  const what = within ? "What is above, and the first part of what follows, is" : "What is above is";
+  const what = within ? "The messages above and a part of the next are" : "The messages above are";
   const tokens = context().toLocaleString("en");
-  const line = element("p", `${what} not sent any more: it does not fit in the model's ${tokens} tokens.`);
+  const line = element("p", `${what} no longer sent: they do not fit in the model's ${tokens} tokens.`);
   line.className = "cut";
   views.get(first).article.before(line);
 }
@@ -939,10 +939,10 @@ function open(one) {
   fail("");
   note("");
   hold();
-  // What is shown again is not read aloud as if it were new.
+  // Screen readers should not announce old messages as new ones.
   $("log").ariaLive = "off";
   setTimeout(() => { $("log").ariaLive = null; }, 500);
-  // A message that was not answered is to be sent again.
+  // Offer to send an unanswered message again.
   const unanswered = chat.messages.at(-1)?.role === "user" ? chat.messages.pop() : null;
   let elements = 0;
   for (const message of chat.messages.slice().reverse()) {
@@ -955,7 +955,7 @@ function open(one) {
   showCut();
   offer();
   toEnd();
-  if (unanswered) giveBack(unanswered.content, "The last message was not answered.");
+  if (unanswered) giveBack(unanswered.content, "The last message has no answer.");
 }
 
 function atEnd() {
@@ -1033,7 +1033,7 @@ async function post(path, body, signal) {
     response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("the server does not answer");
+    throw new Error("the server does not respond");
   }
   if (response.status === 401) askForKey();
   if (response.ok) return response;
@@ -1124,7 +1124,7 @@ async function ask(one, messages, signal) {
   }
 }
 
-// Writes an answer to what was sent, or another one instead of one that is there. Neither changes
+// Writes an answer to what was sent, or replaces an existing answer. Neither changes
 // unless something comes.
 async function answer({ sent = null, instead = null }) {
   const one = chat, control = new AbortController(), cut = one.cut;
@@ -1186,7 +1186,7 @@ async function answer({ sent = null, instead = null }) {
         saved = performance.now();
       }
     }
-    if (!complete) throw new Error("the connection broke off");
+    if (!complete) throw new Error("the connection was lost");
   } catch (error) {
     failure = error.name === "AbortError" ? null : error;
   }
@@ -1197,12 +1197,12 @@ async function answer({ sent = null, instead = null }) {
     const limited = ended === "length" ? ", the most that were allowed" : "";
     message.told = speed(usage.completion_tokens, begun, first) + limited;
   }
-  if (failure) message.told = "broken off";
+  if (failure) message.told = "interrupted";
   // In a short conversation most of it is the template's.
   if (usage && (usage.total_tokens > context() / 2 || !one.converses)) {
     one.rate = usage.total_tokens / (size + message.content.length);
   }
-  // Another chat is there by now.
+  // Another chat may be open by now.
   if (running !== control) return save(one);
 
   running = null;
@@ -1226,7 +1226,7 @@ async function answer({ sent = null, instead = null }) {
     if (instead) views.get(instead).article.hidden = false;
     one.messages = sent ? one.messages.filter(other => other !== sent) : one.messages;
     $("empty").hidden = one.messages.length > 0;
-    const why = failure ? failure.message : "stopped before an answer came";
+    const why = failure ? failure.message : "stopped before the answer started";
     if (sent) giveBack(sent.content, why);
     else fail(why);
   }
@@ -1312,7 +1312,7 @@ async function connect() {
     }
     const response = await fetch("/v1/models", { headers: headers() });
     if (response.status === 401) {
-      $("state").textContent = "an API key is needed: see the settings";
+      $("state").textContent = "enter an API key in the settings";
       askForKey();
       return;
     }
@@ -1324,13 +1324,13 @@ async function connect() {
     $("send").disabled = !writes;
     $("system-label").hidden = !converses();
     if (!converses() && writes) {
-      $("prompt-label").textContent = "Text to go on from";
-      $("empty").textContent = "This model goes on from a text; it was not made to converse.";
+      $("prompt-label").textContent = "Prompt";
+      $("empty").textContent = "This model completes text; it has no chat template.";
     }
     if (first) await restore();
-    $("state").textContent = writes ? "ready" : "an encoder: it answers programs, at /v1";
+    $("state").textContent = writes ? "ready" : "an encoder: use the API at /v1";
   } catch {
-    $("state").textContent = "the server does not answer";
+    $("state").textContent = "the server does not respond";
     setTimeout(connect, 2000);
   }
 }
@@ -1355,7 +1355,7 @@ $("stop").onclick = stop;
 $("new").onclick = fresh;
 for (const name of Object.keys(PANELS)) $(`show-${name}`).onclick = () => toggle(name, $(name).hidden);
 $("delete-all").onclick = () => {
-  if (!confirm("Delete all chats that this browser keeps?")) return;
+  if (!confirm("Delete all chats saved in this browser?")) return;
   forget(names());
   $("new").focus();
 };

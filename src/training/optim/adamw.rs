@@ -1,4 +1,4 @@
-//! AdamW (Loshchilov and Hutter, 2019): all parameters in one pass of the device.
+//! AdamW (Loshchilov and Hutter, 2019), fused over all parameters.
 
 use burn::tensor::Tensor;
 use fireclay_kernels::{AdamW as Numbers, AdamWParameter, Backend, optimizer_step_of};

@@ -1,7 +1,7 @@
-//! Optimizers, a file each, over the trained parameters of a transformer.
+//! Optimizers of a transformer's trained parameters, one file each.
 //!
-//! An optimizer is a file here that implements `Update`, and a line in [`OptimizerKind`] and in `with_update`. What it keeps
-//! for a parameter is saved under `<its name>.<what it is>.<the parameter's name>`.
+//! An optimizer is a file here that implements `Update`, and a line in [`OptimizerKind`] and in
+//! `with_update`. Its state is saved under `<optimizer>.<state>.<parameter>`.
 
 mod adamw;
 mod share;
@@ -19,7 +19,7 @@ pub use self::share::Sharding;
 use self::share::{Share, gather, reduce};
 use crate::recipe::schema::{OptimizerKind, Shard};
 
-/// Evaluates an expression with `$name` as the [`Update`] of a kind of optimizer.
+/// Evaluates an expression with `$name` as the [`Update`] of an optimizer kind.
 macro_rules! with_update {
     ($kind:expr, $name:ident => $body:expr) => {
         match $kind {
@@ -31,44 +31,44 @@ macro_rules! with_update {
     };
 }
 
-/// The numbers of a step.
+/// Hyperparameters of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// Step size.
+    /// Learning rate.
     pub learning_rate: f64,
-    /// Decay of the running mean of the gradient.
+    /// Decay of the running mean of the gradient (beta 1).
     pub beta_1: f64,
-    /// Decay of the running mean of its square.
+    /// Decay of the running mean of its square (beta 2).
     pub beta_2: f64,
-    /// Added to a denominator.
+    /// Added to the denominator.
     pub epsilon: f64,
-    /// Decoupled decay of matrices, times the learning rate.
+    /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
-    /// Gradients are scaled so that the norm of all of them together is at most this.
+    /// Maximum global gradient norm.
     pub max_grad_norm: Option<f64>,
-    /// Which step this is, from one.
+    /// The step, counted from one.
     pub step: u64,
 }
 
 /// A parameter in a step, or a rank's elements of one. Tensors are flattened, `[elements]`, and f32, except for the copy.
 struct Parameter<B: Backend> {
-    /// Of the parameter as it is in the model.
+    /// The parameter's shape.
     shape: Vec<usize>,
     /// Whether weight decay applies: to matrices.
     decays: bool,
     value: Tensor<B, 1>,
     gradient: Tensor<B, 1>,
-    /// What the optimizer keeps for it, in the order of [`Update::STATE`].
+    /// Optimizer state, in the order of [`Update::STATE`].
     state: Vec<Tensor<B, 1>>,
-    /// The parameter in the dtype of the activations, if operations read such a copy: refreshed with the value.
+    /// The copy in the dtype of the activations, if operations read one: refreshed with the value.
     copy: Option<Tensor<B, 1>>,
 }
 
 /// An optimizer.
 trait Update<B: Backend> {
-    /// Of the optimizer, in recipes and checkpoints.
+    /// Its name in recipes and checkpoints.
     const NAME: &'static str;
-    /// What it keeps for each parameter: f32, of the parameter's size, and zero before the first step.
+    /// Its state per parameter: f32, of the parameter's size, initially zero.
     const STATE: &'static [&'static str];
 
     /// The parameters after a step, in their order, and the global norm of the gradients before clipping, `[1]`, on the device: `norm`
@@ -80,13 +80,13 @@ trait Update<B: Backend> {
     ) -> (Vec<Parameter<B>>, Tensor<B, 1>);
 }
 
-/// Gradients of the trained parameters in the order of [`trained_parameters`], each flattened; `None` where a parameter took
-/// no part.
+/// Gradients of the trained parameters in the order of [`trained_parameters`], each flattened;
+/// `None` for parameters without one.
 #[derive(Clone, Debug)]
 pub struct ParameterGradients<B: Backend>(Vec<Option<Tensor<B, 1>>>);
 
 impl<B: Backend> ParameterGradients<B> {
-    /// Takes the gradients of `model`'s parameters out of a backward pass.
+    /// Takes the gradients of `model`'s parameters from a backward pass.
     pub fn take(model: &Transformer<Autodiff<B>>, gradients: <Autodiff<B> as AutodiffBackend>::Gradients) -> Self {
         struct Taker<B: Backend> {
             gradients: <Autodiff<B> as AutodiffBackend>::Gradients,
@@ -110,13 +110,13 @@ impl<B: Backend> ParameterGradients<B> {
         Self(trained_ids(model).iter().map(|_| None).collect())
     }
 
-    /// One for each parameter.
+    /// One per parameter.
     pub fn into_inner(self) -> Vec<Option<Tensor<B, 1>>> {
         self.0
     }
 }
 
-/// What an optimizer keeps for a parameter.
+/// Optimizer state of a parameter.
 #[derive(Clone, Debug)]
 struct Kept<B: Backend> {
     id: ParamId,
@@ -130,7 +130,7 @@ struct Kept<B: Backend> {
     own: Option<(Tensor<B, 1>, Option<Tensor<B, 1>>)>,
 }
 
-/// An optimizer, and what it keeps for every trained parameter.
+/// An optimizer, with its state for every trained parameter.
 #[derive(Clone, Debug)]
 pub struct Optimizer<B: Backend> {
     kind: OptimizerKind,
@@ -166,7 +166,7 @@ impl<B: Backend> StateTensor<'_, B> {
 }
 
 impl<B: Backend> Optimizer<B> {
-    /// For the parameters of a model that are trained now.
+    /// For the currently trained parameters of a model.
     pub fn new(kind: OptimizerKind, model: &Transformer<Autodiff<B>>) -> Self {
         Self::of_rank(kind, model, Sharding::only())
     }
@@ -201,7 +201,7 @@ impl<B: Backend> Optimizer<B> {
     /// tensor of a name and a size.
     ///
     /// # Errors
-    /// Whatever `read` gives.
+    /// Any error of `read`.
     pub fn with_state<E>(
         mut self,
         steps: u64,
@@ -217,12 +217,14 @@ impl<B: Backend> Optimizer<B> {
         Ok(self)
     }
 
-    /// Updates the model; returns it with the global norm of the gradients before clipping, `[1]`, on the device.
+    /// Updates the model. Returns it with the global gradient norm before clipping, `[1]`, on the
+    /// device.
     ///
-    /// `settings.step` is counted here.
+    /// `settings.step` is set here.
     ///
     /// # Panics
-    /// If other parameters are trained than when the optimizer was made, or there are not as many gradients.
+    /// If the trained parameters changed since the optimizer was created, or the number of
+    /// gradients differs.
     pub fn step(
         &mut self,
         mut model: Transformer<Autodiff<B>>,
@@ -362,7 +364,7 @@ impl<B: Backend> Optimizer<B> {
     }
 }
 
-/// The ids of the parameters that are trained, in the order of [`trained_parameters`].
+/// The ids of the trained parameters, in the order of [`trained_parameters`].
 fn trained_ids<B: Backend>(model: &Transformer<Autodiff<B>>) -> Vec<ParamId> {
     struct Finder(Vec<ParamId>);
     impl<B: Backend> ModuleVisitor<Autodiff<B>> for Finder {
@@ -377,14 +379,14 @@ fn trained_ids<B: Backend>(model: &Transformer<Autodiff<B>>) -> Vec<ParamId> {
     finder.0
 }
 
-/// All elements in one dimension.
+/// Flattens a tensor.
 fn flat<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 1> {
     let elements = tensor.dims().iter().product();
     reshape(tensor, [elements])
 }
 
-/// Moves the values out of a model's trained parameters, in their order, each with its id, so that a kernel may overwrite
-/// them: what nothing else holds need not be copied. The model keeps one element, which all of them share.
+/// Moves the values of a model's trained parameters out, in order, with their ids, so that kernels
+/// can overwrite them without a copy. The model is left with one shared element.
 fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<B, 1>>, Vec<ParamId>) {
     struct Taker<B: Backend> {
         values: Vec<Tensor<B, 1>>,
@@ -407,12 +409,12 @@ fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<
         }
     }
     let mut taker = Taker { values: Vec::new(), ids: Vec::new(), left: None };
-    // The other model goes here, and with it the last other holder of the values.
+    // Drops the other model, the last other owner of the values.
     *model = model.clone().map(&mut taker);
     (taker.values, taker.ids)
 }
 
-/// Gives the trained parameters of a model new values, in their order, in the shapes that they had.
+/// Sets the trained parameters of a model, in order, in their shapes.
 fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<(Tensor<B, 1>, Vec<usize>)>) {
     struct Putter<T>(T);
     impl<B: Backend, T: Iterator<Item = (Tensor<B, 1>, Vec<usize>)>> ModuleMapper<Autodiff<B>> for Putter<T> {

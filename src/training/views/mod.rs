@@ -1,4 +1,4 @@
-//! How a run is shown and kept: each view is told the run's events.
+//! Views of a run, which receive its events.
 
 mod dashboard;
 mod json;
@@ -19,18 +19,18 @@ use crate::runs::record::RunRecord;
 use crate::training::events::{Event, Sink};
 use crate::training::session::Session;
 
-/// How a run shows itself.
+/// How a run is displayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum View {
     /// A dashboard that takes the terminal.
     Dashboard,
-    /// A line now and then on stderr.
+    /// Occasional lines on stderr.
     Plain,
-    /// A JSON object a line on stdout.
+    /// One JSON object per line on stdout.
     Json,
 }
 
-/// Several views, each told every event.
+/// Several views, each of which receives every event.
 struct All(Vec<Box<dyn Sink>>);
 
 impl Sink for All {
@@ -39,7 +39,8 @@ impl Sink for All {
     }
 }
 
-/// Runs a session to its end or its interruption, shows it, and keeps it in `folder` for TensorBoard. Returns whether it came to its end.
+/// Runs a session until it ends or is interrupted, with its view and a TensorBoard file in
+/// `folder`. Returns whether it finished.
 pub(crate) fn run<B: Backend>(
     session: &mut Session<B>,
     view: View,

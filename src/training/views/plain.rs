@@ -1,4 +1,4 @@
-//! Lines for people: now and then on stderr, more rarely the longer the run goes on.
+//! Text lines on stderr, at increasing intervals.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use crate::progress::duration;
 use crate::tasks::scores::Scores;
 use crate::training::events::{Event, Sink};
 
-/// When the second line of training comes, and how much later each is than the one before; no more than [`LONGEST`].
+/// Time of the second line, and the factor between intervals, up to [`LONGEST`].
 const FIRST: Duration = Duration::from_secs(2);
 const GROWTH: f64 = 1.6;
 const LONGEST: Duration = Duration::from_secs(600);
@@ -15,17 +15,17 @@ const LONGEST: Duration = Duration::from_secs(600);
 pub(super) struct Lines {
     steps: u64,
     begun: Option<(Instant, u64)>,
-    /// Since the beginning.
+    /// Since the start.
     due: Duration,
 }
 
 impl Lines {
-    /// Lines of a run of `steps`.
+    /// Lines for a run of `steps`.
     pub(super) fn new(steps: u64) -> Self {
         Self { steps, begun: None, due: Duration::ZERO }
     }
 
-    /// Whether a line of training is due.
+    /// Whether a training line is due.
     fn is_due(&mut self, step: u64, elapsed: Duration) -> bool {
         if elapsed < self.due && step < self.steps {
             return false;
@@ -68,7 +68,7 @@ impl Sink for Lines {
                 eprintln!("step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}");
             }
             Event::Warned { step, ref text } => eprintln!("step {step:>width$}/{steps}  warning: {text}"),
-            // Texts are for the dashboard and the report: here they would bury the figures.
+            // Samples are for the dashboard and the report; here they would hide the figures.
             Event::Sampled { .. } | Event::Confused { .. } => {}
         }
         Ok(())

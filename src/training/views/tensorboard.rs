@@ -1,6 +1,7 @@
-//! TensorBoard's event files: scalars of a run, as `tensorboard --logdir` reads them.
+//! TensorBoard event files with the scalars of a run.
 //!
-//! A file is a row of records, each a `tensorflow.Event` in protocol buffers between its length and two checksums:
+//! A file is a sequence of records, each a `tensorflow.Event` protocol buffer between its length
+//! and two checksums:
 //!
 //! ```text
 //! u64 length | u32 masked CRC-32C of it | the event | u32 masked CRC-32C of that
@@ -28,7 +29,7 @@ impl EventFile {
         let folder = folder.join(TENSORBOARD);
         fs::create_dir_all(&folder).map_err(Failure::io(&folder))?;
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        // One that is taken up again within a second goes on in the same file.
+        // A run resumed within the same second appends to the same file.
         let path = folder.join(format!("events.out.tfevents.{seconds:010}.fireclay"));
         let file = File::options().create(true).append(true).open(&path).map_err(Failure::io(&path))?;
         let mut events = Self { path, file };
@@ -58,7 +59,7 @@ impl EventFile {
 impl Sink for EventFile {
     fn tell(&mut self, event: &Event) -> Result<(), Failure> {
         match *event {
-            // The last step of those that were read together stands for all.
+            // The last of the steps that were read together stands for all.
             Event::Trained {
                 step,
                 loss,
@@ -108,7 +109,7 @@ fn varint(mut number: u64) -> Vec<u8> {
     bytes
 }
 
-/// A field's number and the kind of what follows.
+/// A field's number and wire type.
 fn key(field: u64, kind: u64) -> Vec<u8> {
     varint(field << 3 | kind)
 }
@@ -129,7 +130,7 @@ fn float_field(field: u64, number: f32) -> Vec<u8> {
     [key(field, 5), number.to_le_bytes().to_vec()].concat()
 }
 
-/// CRC-32C, turned and shifted as TensorFlow's records want it.
+/// CRC-32C, masked as in TensorFlow's records.
 fn masked(bytes: &[u8]) -> u32 {
     let crc = bytes.iter().fold(u32::MAX, |crc, byte| {
         let mixed = crc ^ u32::from(*byte);
@@ -166,7 +167,7 @@ mod tests {
         }
         assert_eq!(records.len(), 2);
         assert!(records[0].ends_with(b"brain.Event:2"));
-        // Behind the time: step 300, and a summary of one value.
+        // After the time: step 300, and a summary of one value.
         let value = [&[10, 15][..], b"loss/validation", &[0x15], &1.5f32.to_le_bytes()].concat();
         let expected = [&[0x10, 0xAC, 2, 0x2A, value.len() as u8 + 2, 10, value.len() as u8][..], &value].concat();
         assert_eq!(records[1][9..], expected);

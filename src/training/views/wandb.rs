@@ -1,4 +1,4 @@
-//! Weights & Biases, through its own Python client, where that is installed.
+//! Weights & Biases, through its own Python client, if installed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -10,10 +10,10 @@ use crate::failure::Failure;
 use crate::runs::record::RunRecord;
 use crate::training::events::{Event, Sink};
 
-/// Reads a run's events, a line each, and logs them.
+/// Reads a run's events, one per line, and logs them.
 const CLIENT: &str = include_str!("wandb.py");
 
-/// A run at Weights & Biases: a process of its client that is handed every event.
+/// A run at Weights & Biases: a client process that receives every event.
 pub struct Wandb {
     client: Child,
     events: Option<ChildStdin>,
@@ -21,16 +21,16 @@ pub struct Wandb {
 }
 
 impl Wandb {
-    /// Begins a run in `project`; the files of the client go into `folder`.
+    /// Starts a run in `project`; the client's files go to `folder`.
     ///
     /// # Errors
-    /// If there is no Python with the client, or the client refuses, as without a login.
+    /// If Python or the client is missing, or the client refuses, for example without a login.
     pub fn begin(project: &str, record: &RunRecord, folder: &Path) -> Result<Self, Failure> {
         let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
         let mut command = Command::new(&python);
         command.args(["-c", CLIENT]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut client = command.spawn().map_err(|error| {
-            Failure::new(format!("--wandb: {python}: {error}; its client needs Python, or PYTHON=PATH that says where"))
+            Failure::new(format!("--wandb: {python}: {error}; its client needs Python: install it, or set PYTHON=PATH"))
         })?;
         let (events, answers, errors) = (client.stdin.take(), client.stdout.take(), client.stderr.take());
         let mut run = Self { client, events, told: false };
@@ -40,15 +40,15 @@ impl Wandb {
         let asked = run.send(&run_config.to_string());
         let mut answer = String::new();
         if let Some(answers) = answers {
-            // An answer that cannot be read is none.
+            // An unreadable answer counts as none.
             let _ = BufReader::new(answers).read_line(&mut answer);
         }
         if asked.is_err() || answer.trim() != "ready" {
             let lines = errors.map(BufReader::new).into_iter().flat_map(|errors| errors.lines().map_while(Result::ok));
             let reason = lines.filter(|line| !line.trim().is_empty()).last().unwrap_or_else(|| "it ended".into());
-            return Err(Failure::new(format!("--wandb: the client of Weights & Biases did not begin: {reason}")));
+            return Err(Failure::new(format!("--wandb: the Weights & Biases client did not start: {reason}")));
         }
-        // Read to the end, or a client that says much would wait for a reader.
+        // Drain its output, so that a verbose client does not block.
         if let Some(errors) = errors {
             std::thread::spawn(move || BufReader::new(errors).lines().map_while(Result::ok).for_each(drop));
         }
@@ -66,10 +66,10 @@ impl Wandb {
 impl Sink for Wandb {
     fn tell(&mut self, event: &Event) -> Result<(), Failure> {
         if self.send(&event.to_json().to_string()).is_err() && !self.told {
-            // Training goes on: its own files have everything.
+            // Training continues: its own files have everything.
             self.told = true;
             self.events = None;
-            eprintln!("the client of Weights & Biases has ended; the run goes on without it");
+            eprintln!("the Weights & Biases client ended; the run continues without it");
         }
         Ok(())
     }
@@ -78,7 +78,7 @@ impl Sink for Wandb {
 impl Drop for Wandb {
     fn drop(&mut self) {
         self.events = None;
-        // It uploads what it has left.
+        // It uploads the rest.
         let _ = self.client.wait();
     }
 }

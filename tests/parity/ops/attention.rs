@@ -16,12 +16,12 @@ use crate::harness::{
 };
 use crate::plain;
 
-/// Attention of queries, keys and values in one list against the reference, for one mask.
+/// Compares attention with the reference, for one mask.
 fn attention_parity<B: Backend>(what: &str, inputs: &[Tensor<B, 4>], mask: &AttentionMask<Autodiff<B>>, drop: bool) {
     let head_dim = inputs[0].dims()[3];
     let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
     let options = AttentionOptions::new(head_dim).with_dropout(dropped);
-    // Of a query that sees one key, and of that key, the gradient is zero.
+    // For a query that sees one key, and for that key, the gradient is zero.
     assert_parity_within(
         tolerance_under_test::<B>(&inputs[0].device()).or_zero(),
         what,
@@ -54,7 +54,7 @@ backend_test!(attention_matches_the_reference::<B>(device) {
         let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
         let positions = ints(&positions).reshape([batch_size, queries]);
         let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row.min(keys - 1)) as i32).collect();
-        // Documents of 1 to 40 tokens, and places that are none.
+        // Documents of 1 to 40 tokens, and invalid positions.
         let start = |at: usize| if at % 41 == 40 { -3 } else { (at % queries / 40 * 40 + at % 3 / 2 * 7) as i32 };
         let starts: Vec<i32> = (0..batch_size * queries).map(start).collect();
         let starts = ints(&starts).reshape([batch_size, queries]);
@@ -136,7 +136,9 @@ backend_test!(attention_matches_the_reference_at_the_borders_of_tiles::<B>(devic
             random::<B, 4>(3, [batch_size, 1, keys, 16], &device),
         ]
     };
-    // Many rows of each length: one row's gradient may be a difference of numbers that half precision rounds away.
+    // Many rows of each length: one row's gradient may be a difference that is lost in half
+    // precision.
+    // precision rounds away.
     for length in [1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
         attention_parity(&format!("full {length}"), &inputs(16, length, length), &AttentionMask::None, false);
         attention_parity(&format!("causal {length}"), &inputs(16, length, length), &causal(None), false);
@@ -192,15 +194,17 @@ backend_test!(attention_of_queries_without_keys_is_finite::<B>(device) {
     }
 });
 
-/// An attention whose inputs are of 16 bits: sizes `[batch_size, n_heads, n_kv_heads, queries, keys, head_dim]`, the mask among those of
-/// [`attention_in_half_precision`], and whether there is dropout.
+/// An attention with 16-bit inputs: sizes `[batch_size, n_heads, n_kv_heads, queries, keys,
+/// head_dim]`, the index of its mask in [`attention_in_half_precision`], and whether it has
+/// dropout.
 type HalfPrecisionCase = ([usize; 6], usize, bool);
 
-/// Forward and gradients of attention in bf16 and f16, as far as the device has them, against the reference in f32.
+/// Forward and gradients of attention in the supported ones of bf16 and f16, compared with the
+/// reference in f32.
 fn attention_in_half_precision<B: Backend>(device: &B::Device, cases: &[HalfPrecisionCase]) {
     for dtype in halves::<B>(device) {
         for ([batch_size, n_heads, n_kv_heads, queries, keys, head_dim], mask, drop) in cases.iter().copied() {
-            // Rounded first, so that both sides start from the same numbers.
+            // Rounded first, so that both sides start from the same values.
             let rounded = |x: Tensor<B, 4>| x.cast(dtype).cast(DType::F32);
             let inputs = [
                 rounded(random::<B, 4>(1, [batch_size, n_heads, queries, head_dim], device) * 2.0),
@@ -214,7 +218,8 @@ fn attention_in_half_precision<B: Backend>(device: &B::Device, cases: &[HalfPrec
             };
             let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
             let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row * keys / 2) as i32).collect();
-            // In the second row of the batch documents are of other lengths; tokens of the last kind begin anywhere, some at no place.
+            // The second row of the batch has documents of other lengths; tokens of the last kind
+            // start anywhere, also at invalid positions.
             let starts = tokens(|row, at| (at / (45 + 100 * row) * (45 + 100 * row)) as i32);
             let places = tokens(|_, at| if at % 41 == 40 { -3 } else { (at / 90 * 90 + at % 3 / 2 * 70) as i32 });
             let masks = [

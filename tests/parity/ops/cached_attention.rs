@@ -10,12 +10,12 @@ use crate::compare::{assert_close, random, values};
 use crate::harness::dtypes;
 use crate::plain;
 
-/// Rows of a cache that grow, in pages that lie anywhere.
+/// Growing cache rows, in scattered pages.
 struct Growing {
     page_tokens: usize,
     lengths: Vec<usize>,
     pages: Vec<Vec<u32>>,
-    /// Pages that none has yet, in no order.
+    /// Free pages, in random order.
     left: Vec<u32>,
 }
 
@@ -26,7 +26,7 @@ impl Growing {
         Self { page_tokens, lengths: vec![0; rows], pages: vec![Vec::new(); rows], left }
     }
 
-    /// The rows `which` with so many more tokens each.
+    /// The rows `which` with this many more tokens each.
     fn grown(&mut self, which: &[(usize, usize)]) -> Vec<CachedRow> {
         let grown = which.iter().map(|(row, tokens)| {
             self.lengths[*row] += tokens;
@@ -45,13 +45,13 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
         (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 10 }, 2),
         (PackedHeads { n_heads: 10, n_kv_heads: 1, head_dim: 24 }, 3),
         (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 128 }, 1),
-        // So many rows that heads of a group are attended with together.
+        // So many rows that heads of a group are processed together.
         (PackedHeads { n_heads: 8, n_kv_heads: 2, head_dim: 16 }, 80),
     ];
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for (heads, batch_size) in shapes {
             let head_dim = heads.head_dim;
-            // Rounding weighs more where a score is the sum of two products.
+            // Rounding matters more if a score is the sum of two products.
             let tolerance = if head_dim == 2 { tolerance.times(3.0) } else { tolerance };
             let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
             let gamma = |seed| Norm::rms(random::<B, 1>(seed, [head_dim], &device) + 1.5, 1e-6);
@@ -61,7 +61,8 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 key_norm: Some(gamma(2)),
                 rotary: Some(RotaryTable::new(700, &frequencies, 1.0, &device)),
             };
-            // Rows that begin together, rows that do not, and more keys than one piece holds; pages of few and many tokens.
+            // Rows with and without a common prefix, and more keys than one piece; pages of few and
+            // many tokens.
             for (placement, window, starts, page_tokens) in [
                 (&bare, None, [6, 6, 6], 32),
                 (&full, None, [3, 1, 5], 1),
@@ -75,10 +76,11 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 let pages = (0..3).map(|at| (starts[at] + 12usize).div_ceil(page_tokens)).max().expect("rows") * batch_size;
                 let pages = if pages.is_multiple_of(7) { pages + 1 } else { pages };
                 let mut cases = vec![(CacheDType::Float(dtype), CacheDType::Float(FloatDType::F32), tolerance)];
-                // Elsewhere than on the CPU each case is compiled for.
+                // On other backends than the CPU, each case is compiled.
                 let some = B::is_synchronous() || [1, 64].contains(&page_tokens);
                 if some && head_dim.is_multiple_of(CacheDType::INT8_COLUMNS) {
-                    // Where a number lies between two bytes, rounding may take either; and bytes are near to the floats.
+                    // A value halfway between two bytes may round either way; and bytes only
+                    // approximate the floats.
                     cases.push((CacheDType::Int8, CacheDType::Int8, tolerance.at_least(3e-3)));
                     cases.push((CacheDType::Int8, CacheDType::Float(FloatDType::F32), tolerance.at_least(3e-2)));
                 }
@@ -86,7 +88,8 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                     let mut ours = LayerCache::<B>::new(pages, page_tokens, heads, own, &device);
                     let mut theirs = LayerCache::<B>::new(pages, page_tokens, heads, other, &device);
                     let mut rows = Growing::new(batch_size, page_tokens, pages);
-                    // What stands before, in one go; one more token each; then some read several and others one; then one each.
+                    // All earlier tokens at once; one more token each; then several for some rows
+                    // and one for others; then one each.
                     let all = |tokens: &dyn Fn(usize) -> usize| {
                         (0..batch_size).map(|row| (row, tokens(row))).collect::<Vec<_>>()
                     };
@@ -110,7 +113,7 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                         let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
                         let b = b.reshape([tokens, heads.n_heads * head_dim]);
                         let what = format!(
-                            "{heads:?} {dtype:?}, {own:?} beside {other:?}, window {window:?} starts {starts:?}, step {step}"
+                            "{heads:?} {dtype:?}, {own:?} with {other:?}, window {window:?} starts {starts:?}, step {step}"
                         );
                         assert_close(&what, &a, &b, tolerance);
                         last = Some((which, at));
@@ -128,7 +131,8 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
         PackedHeads { n_heads: 3, n_kv_heads: 3, head_dim: 64 },
         PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 128 },
     ];
-    // Short rows and long ones, whole tiles and parts; chunks behind what is there, beside rows of one token; and at last few tokens.
+    // Short rows and long ones, whole tiles and parts; chunks after cached tokens, together with
+    // rows of one token; finally few tokens.
     let steps: [&[(usize, usize)]; 4] = [
         &[(0, 130), (1, 2), (2, 64), (3, 257), (4, 1), (5, 37), (6, 128)],
         &[(1, 1), (2, 1), (0, 61), (3, 129), (4, 3), (5, 1), (6, 200)],
@@ -150,7 +154,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                 let mut ours = LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(dtype), &device);
                 let mut theirs =
                     LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(FloatDType::F32), &device);
-                // What another text has left in every page is no number, whatever is there of a row's own.
+                // Another sequence left NaN in every page: a row must only read its own tokens.
                 for page in 0..pages as u32 {
                     let row = CachedRow { pages: [page].into(), tokens: page_tokens, keys: page_tokens };
                     let at = CachedTokens::new(vec![row], None, &device);
@@ -167,7 +171,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                     let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
                     let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
                     let b = b.reshape([tokens, heads.n_heads * head_dim]);
-                    // Each row by itself: a small one would be lost among the others.
+                    // Row by row: a small one would be lost among the others.
                     let mut first = 0;
                     for (row, tokens) in *which {
                         let of_row = |x: &Tensor<B, 2>| x.clone().narrow(0, first, *tokens);
@@ -218,10 +222,10 @@ backend_test!(what_is_no_number_stays_in_its_row_and_is_not_lost::<B>(device) {
             let output = values(&cached_attention(qkv, heads, bare(), &CachedTokens::new(rows, None, &device), &mut cache));
             output.chunks_exact(64).map(|row| row.iter().all(|value| value.is_finite())).collect::<Vec<bool>>()
         };
-        // The third of five tokens; those behind it see it, and so does the next token that is decoded.
+        // The third of five tokens; those after it see it, and so does the next decoded token.
         assert_eq!(pass(&[(&[0], 5, 5)], Some(2))[2..], [false; 3], "{dtype:?}");
         assert_eq!(pass(&[(&[0], 1, 6)], None), [false], "{dtype:?}");
-        // Another row takes its page, beside a longer one, so that more is read than it has.
+        // Another row takes its page, together with a longer one, so that more is read than it has.
         assert_eq!(pass(&[(&[0], 2, 2), (&[1, 2], 90, 90)], None), [true; 92], "{dtype:?}");
         assert_eq!(pass(&[(&[0], 1, 3), (&[1, 2], 1, 91)], None), [true; 2], "{dtype:?}");
     }

@@ -6,7 +6,7 @@ use crate::backend_test;
 use crate::compare::{random, values};
 use crate::harness::integers;
 
-// What stands in their memory afterwards, or is computed before they are waited for, is none of theirs.
+// Later writes to their memory, or later computations, do not affect them.
 backend_test!(downloads_are_what_tensors_were_when_they_began::<B>(device) {
     let mut begun = Vec::new();
     for round in 0..40 {

@@ -25,7 +25,8 @@ backend_test!(embed_matches_the_reference::<B>(device) {
     ] {
         let name = format!("embed {vocabulary}x{d_model}, {batch_size}x{seq_length}");
         let table = random::<B, 2>(1, [vocabulary, d_model], &device);
-        // Some tokens often, the first and the last two most often, some never, in no order.
+        // Some tokens are frequent, the first and last two most of all, some do not occur; in
+        // random order.
         let token = |at: usize| match at % 7 {
             2 => vocabulary.saturating_sub(1 + at % 2),
             _ => at * at * 31 % 1009 * (at % 3) % vocabulary,
@@ -61,7 +62,8 @@ backend_test!(embed_matches_the_reference::<B>(device) {
             |i| embed(i[0].clone(), across.clone(), FloatDType::F32),
             |i| plain::embed(i[0].clone(), across.clone(), FloatDType::F32),
         );
-        // A table that is used twice: the second gradient is added to the first one. Sorted rows, long chains, and several columns a unit.
+        // A table that is used twice: the second gradient is added to the first. Sorted rows, long
+        // chains, and several columns per unit.
         if [63, 513, 1500].contains(&vocabulary) {
             let other = tokens.clone().flip([1]);
             let twice = |i: &[Tensor<Autodiff<B>, 2>]| {
@@ -76,7 +78,7 @@ backend_test!(embed_matches_the_reference::<B>(device) {
 });
 
 backend_test!(a_table_that_is_used_elsewhere_has_the_gradients_of_all_its_uses::<B>(device) {
-    // Rows that Burn lays out with gaps on some devices, and tables of few and of many tokens.
+    // Rows that Burn pads on some devices, and tables of few and of many tokens.
     for [vocabulary, d_model] in [[700, 96], [600, 288], [140, 40]] {
         let table = random::<B, 2>(1, [vocabulary, d_model], &device);
         let ints = |at: &dyn Fn(usize) -> usize| {
@@ -95,7 +97,7 @@ backend_test!(a_table_that_is_used_elsewhere_has_the_gradients_of_all_its_uses::
             plain::head_loss(rows, i[0].clone(), targets.clone(), options)
         });
         if dtype_under_test::<B>(&device) != DType::F32 {
-            // A gradient of ours is f32, and Burn adds it to one of 16 bits as both lie.
+            // Our gradient is f32, and Burn would add a 16-bit one to it without conversion.
             continue;
         }
         let scaled = |i: &[Tensor<Autodiff<B>, 2>]| {

@@ -9,7 +9,8 @@ use crate::compare::{Tolerance, assert_close, random, values};
 use crate::harness::{assert_parity, half_or_single, is_worth_it, strided, vector, with_gradients};
 use crate::plain;
 
-/// A feed-forward layer of `[x, gamma, up, down, up's bias, down's bias]`, with the norm and the biases if they are asked for.
+/// A feed-forward layer of `[x, gamma, up, down, up's bias, down's bias]`, with optional norm and
+/// biases.
 fn feed_forward_of<B: Backend>(
     i: &[Tensor<B, 2>],
     [normed, biased]: [bool; 2],
@@ -28,7 +29,7 @@ fn feed_forward_of<B: Backend>(
     feed_forward(i[0].clone(), norm.as_ref(), layer, dropout)
 }
 
-/// The same from small operations.
+/// The same from basic operations.
 fn plain_feed_forward_of<B: Backend>(
     i: &[Tensor<B, 2>],
     [normed, biased]: [bool; 2],
@@ -42,7 +43,7 @@ fn plain_feed_forward_of<B: Backend>(
     i[0].clone() + dropout.map_or(product.clone(), |dropout| plain::dropout(product, dropout))
 }
 
-/// What such a layer is made of: activations are neither all alike nor all off.
+/// Parameters for which activations are neither all alike nor all off.
 fn feed_forward_inputs<B: Backend>(
     [rows, d_model, d_ff]: [usize; 3],
     gated: bool,
@@ -64,7 +65,7 @@ const GATED_SILU: Activation = Activation { kind: ActivationKind::Silu, gated: t
 
 backend_test!(feed_forward_layers_match_the_reference::<B>(device) {
     let kept = Dropout { probability: 0.25, key: RandomKey::new(3) };
-    // ReLU's slope is of a sum near 0 that rounding puts on either side: it stands in the next test.
+    // ReLU's slope for sums near 0 depends on rounding: see the next test.
     let mut cases = Vec::new();
     let smooth = |kind: &ActivationKind| *kind != ActivationKind::Relu;
     for kind in ActivationKind::ALL.into_iter().filter(smooth) {
@@ -76,7 +77,7 @@ backend_test!(feed_forward_layers_match_the_reference::<B>(device) {
         let [x, gamma, up, down, up_bias, down_bias] = feed_forward_inputs::<B>(sizes, activation.gated, &device);
         let inputs = [strided(x), gamma, up, strided(down), up_bias, down_bias];
         for dropout in [None, Some(kept)] {
-            // Parts that are not there have no gradient.
+            // Missing parts have no gradient.
             let what = format!("feed_forward {sizes:?}, {activation:?}, dropout {dropout:?}");
             assert_parity(
                 &what,
@@ -105,7 +106,8 @@ backend_test!(feed_forward_layers_of_few_rows_in_half_precision_are_close_to_the
 });
 
 backend_test!(feed_forward_layers_in_half_precision_are_close_to_the_reference::<B>(device) {
-    // Tiles that are whole, cut along the inner dimension or at the edges, of one column and of several.
+    // Tiles that are whole, split along the inner dimension, or cut at the edges, of one column and
+    // of several.
     let half = half_or_single::<B>(&device);
     let sizes = [[260, 136, 264], [1024, 512, 1024], [1000, 520, 648], [2056, 768, 3072]];
     half_feed_forward_parity::<B>(&sizes, half, [true; 2], &device);
@@ -122,7 +124,7 @@ fn half_feed_forward_parity<B: Backend>(sizes: &[[usize; 3]], half: DType, parts
     for sizes in sizes.iter().copied().filter(|sizes| is_worth_it::<B>(device, sizes)) {
         for activation in [plain_gelu, Activation::plain(ActivationKind::Relu), GATED_SILU] {
             let inputs = feed_forward_inputs::<B>(sizes, activation.gated, device);
-            // Only what is used has a gradient.
+            // Only used inputs have a gradient.
             let used = [true, parts[0], true, true, parts[1], parts[1]];
             let rounded = inputs.map(|x| x.cast(half));
             let tracked: Vec<_> = rounded.iter().zip(used).filter(|(_, used)| *used).map(|(x, _)| x.clone()).collect();
@@ -145,8 +147,8 @@ fn half_feed_forward_parity<B: Backend>(sizes: &[[usize; 3]], half: DType, parts
                 assert_close(&what, &output, &wanted, Tolerance::new(1e-2, half));
                 let (again, gradients_again) = ours();
                 assert_eq!(values(&output), values(&again), "{what}: the same bits again");
-                // Of sums near 0 some are on ReLU's other side: the square root of their share, and in some rows more than in
-                // others.
+                // Some sums near 0 are on ReLU's other side: the error is the square root of their
+                // share, and larger in some rows.
                 let tolerance = match activation.kind {
                     ActivationKind::Relu => Tolerance { rounding: 0.4, ..Tolerance::new(0.1, half) },
                     _ => Tolerance::new(1e-2, half),

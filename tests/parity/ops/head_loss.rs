@@ -17,8 +17,8 @@ backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
         let targets: Vec<i32> = (0..rows).map(target).collect();
         let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
         let tolerance = tolerance_under_test::<B>(&device);
-        // Burn's sum of the exponentials of so many logits is good to 4e-4 of each; a row of the gradient may be a small
-        // difference of these; and in 16 bits rows differ more.
+        // Burn's sum of this many exponentials is accurate to 4e-4 of each; a row of the gradient
+        // may be a small difference of these; and in 16 bits rows vary more.
         let tolerance = match vocabulary > 20_000 {
             true => Tolerance { rounding: tolerance.rounding.max(1e-3), ..tolerance.at_least(1e-3).times(1.5) },
             false => tolerance,
@@ -43,12 +43,13 @@ backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
 });
 
 backend_test!(head_loss_in_half_precision_has_the_gradients_of_the_reference_whatever_the_chunk::<B>(device) {
-    // A chunk's products are large, so that they are added up where they are made on devices that can; others only take long.
+    // A chunk's products are large, so that they accumulate in place on devices that support it;
+    // others only take long.
     let large = [1100, 264, 2056];
     let [rows, d_model, vocabulary] = if is_worth_it::<B>(&device, &large) { large } else { [140, 24, 130] };
     let targets: Vec<i32> = (0..rows).map(|at| (at * 37 % vocabulary) as i32).collect();
     let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
-    // The sum over the rows, so that a gradient does not vanish in 16 bits.
+    // The sum over the rows, so that a gradient does not underflow in 16 bits.
     let options = HeadLossOptions::new().with_weight(rows as f64);
     for dtype in halves::<B>(&device) {
         let rounded = |x: Tensor<B, 2>| x.cast(dtype).cast(DType::F32);
@@ -74,7 +75,8 @@ backend_test!(head_loss_in_half_precision_has_the_gradients_of_the_reference_wha
 
 backend_test!(head_loss_of_a_large_vocabulary_in_half_precision_is_close_to_the_reference::<B>(device) {
     for dtype in halves::<B>(&device) {
-        // No whole vectors, whole vectors, whole tiles, rows of which several are held; and one that is too large to be held.
+        // No whole vectors, whole vectors, whole tiles, rows of which several fit; and one that
+        // does not fit.
         let sizes = [
             [700, 24, 24_577],
             [600, 24, 32_000],
@@ -90,7 +92,7 @@ backend_test!(head_loss_of_a_large_vocabulary_in_half_precision_is_close_to_the_
             let rounded = |x: Tensor<B, 2>| x.cast(dtype).cast(DType::F32);
             let hidden = rounded(random::<B, 2>(1, [rows, d_model], &device));
             let weight = rounded(random::<B, 2>(2, [vocabulary, d_model], &device));
-            // Some do not count, one is the last token, and the others are among the first ones.
+            // Some are ignored, one is the last token, and the others are among the first ones.
             const FIRST: usize = 151;
             let target = |at: usize| match at % 5 {
                 3 => -100,
@@ -101,7 +103,7 @@ backend_test!(head_loss_of_a_large_vocabulary_in_half_precision_is_close_to_the_
             let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
             let inputs = [hidden, weight];
             for (smoothing, chunk) in [(0.0, 1000), (0.9, 1000), (0.0, 33)] {
-                // Large, so that gradients do not vanish in f16.
+                // Large, so that gradients do not underflow in f16.
                 let options = HeadLossOptions::new().with_label_smoothing(smoothing).with_weight(1e3);
                 let (wanted, wanted_gradients) = with_gradients(&inputs, DType::F32, |i| {
                     plain::head_loss(i[0].clone(), i[1].clone(), targets.clone(), options)
@@ -118,7 +120,7 @@ backend_test!(head_loss_of_a_large_vocabulary_in_half_precision_is_close_to_the_
                 assert_close(&format!("{what}, without gradients"), &alone, &loss, 1e-5);
                 assert_close(&format!("{what}, gradient of hidden"), &gradients[0], &wanted_gradients[0], Tolerance::new(3e-2, dtype));
                 assert_close(&format!("{what}, gradient of the weight"), &gradients[1], &wanted_gradients[1], Tolerance::new(4e-2, dtype));
-                // What is not a target has far smaller gradients.
+                // Tokens that are not targets have far smaller gradients.
                 let others = |x: &Tensor<B, 2>| x.clone().narrow(0, FIRST, vocabulary - FIRST - 1);
                 let [gradient, wanted] = [&gradients[1], &wanted_gradients[1]].map(others);
                 assert_close(&format!("{what}, gradient of the other tokens' weight"), &gradient, &wanted, Tolerance::new(4e-2, dtype));

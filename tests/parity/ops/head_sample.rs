@@ -11,7 +11,7 @@ use crate::compare::{assert_close, random, values};
 use crate::harness::{dtypes, integers};
 use crate::plain;
 
-/// Rows that draw alike, each with a line of counts where there are penalties.
+/// Rows with equal parameters, each with a line of counts if there are penalties.
 fn each_by_its_own_numbers<B: Backend>(sampling: Sampling, rows: usize, device: &B::Device) -> SampledRows<B> {
     let row = |row: usize| {
         let line = (!sampling.penalties.are_none()).then_some(row);
@@ -21,7 +21,7 @@ fn each_by_its_own_numbers<B: Backend>(sampling: Sampling, rows: usize, device: 
 }
 
 backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
-    // One hidden number a row, so that the weights are the logits.
+    // One hidden value per row, so that the weights are the logits.
     let logits = [2.0f32, 1.0, 0.5, 0.0, -1.0, -3.0];
     let rows = 4000;
     let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
@@ -54,11 +54,12 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
             chi_square += (*count as f64 - expected).powi(2) / expected;
         }
         assert_eq!(counts[kept..].iter().sum::<usize>(), 0, "{name}: {counts:?}");
-        // Five degrees of freedom at most: 25 is passed once in ten thousand times, and the draws are fixed.
+        // At most five degrees of freedom: 25 is exceeded once in ten thousand times, and the
+        // samples are fixed.
         assert!(chi_square < 25.0, "{name}: {counts:?}, chi-square {chi_square:.1}");
         assert_eq!(counts, draw(sampling), "{name}: the same seed draws the same");
     }
-    assert_eq!(draw(Sampling::greedy())[0], rows, "greedy takes the likeliest");
+    assert_eq!(draw(Sampling::greedy())[0], rows, "greedy takes the top token");
 });
 
 backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
@@ -83,7 +84,8 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
         assert!(own[token as usize] == 1.0 && own.iter().sum::<f32>() == 1.0, "row {row} counts what it drew: {own:?}");
     }
     tokens.iter::<i64>().for_each(|token| drawn[token as usize] += 1);
-    // Tokens of the prompt are only repeated; the one behind it is there, and was twice.
+    // The repetition penalty counts prompt tokens; the generated token counts for all, and occurred
+    // twice.
     let exact: [f64; 6] = [2.0 / 1.5, 1.0 / 1.5 - 0.3 - 2.0 * 0.2, 0.5, 0.0, -1.0, -3.0 * 1.5];
     let exact = exact.map(|logit| (logit / 0.7).exp());
     let total: f64 = exact.iter().sum();
@@ -98,7 +100,7 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
     let greedy = Sampling::greedy().with_penalties(strong);
     let rows = each_by_its_own_numbers(greedy, rows, &device);
     let tokens = head_sample(hidden, weight, &rows, positions, Some(&mut counts)).into_data();
-    assert!(tokens.iter::<i64>().all(|token| token == 1), "they hold for the likeliest token, too");
+    assert!(tokens.iter::<i64>().all(|token| token == 1), "they apply to the top token, too");
 });
 
 backend_test!(logits_of_many_rows_are_wide_whatever_the_weight::<B>(device) {
@@ -106,7 +108,7 @@ backend_test!(logits_of_many_rows_are_wide_whatever_the_weight::<B>(device) {
         for [rows, d_input, d_output] in [[256, 640, 2048], [300, 384, 1500], [40, 24, 60]] {
             let hidden = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let weight = random::<B, 2>(2, [d_output, d_input], &device);
-            // What a cast or a narrowing leaves has gaps between its rows.
+            // The result of a cast or a narrowing has padded rows.
             let narrowed = random::<B, 2>(3, [d_output, d_input + 8], &device).cast(dtype).narrow(1, 0, d_input);
             for weight in [weight.clone(), weight.cast(dtype), narrowed] {
                 let what = format!("{rows}x{d_input}x{d_output} {dtype:?} by {:?}", weight.dtype());
@@ -115,7 +117,7 @@ backend_test!(logits_of_many_rows_are_wide_whatever_the_weight::<B>(device) {
                 let ours = B::logits(Checked::new(Logits { hidden: hidden.clone(), weight: weight.clone().into() }));
                 assert_eq!(ours.dtype(), DType::F32, "{what}");
                 assert_close(&what, &ours, &wanted, tolerance);
-                // And together with the tokens that they are largest for.
+                // And together with the greedy tokens.
                 let greedy = SampledRows::new(&vec![SampledRow::from(Sampling::greedy()); rows], &device);
                 let positions = Tensor::<B, 1, Int>::zeros([rows], &device);
                 let (tokens, logits) = head_sample_logits(hidden.clone(), weight, &greedy, positions, None);
@@ -130,7 +132,8 @@ backend_test!(logits_of_many_rows_are_wide_whatever_the_weight::<B>(device) {
     }
 });
 
-// Few of a token and many, in vocabularies that are no whole words of four, in a line that had others before.
+// Few and many occurrences of a token, in vocabularies that are not multiples of four, in a line
+// that was used before.
 backend_test!(token_counts_are_how_often_each_stands_in_a_text::<B>(device) {
     for (vocabulary, most) in [(6, 2), (103, 255), (64, 300), (33, 1)] {
         let mut counts = TokenCounts::<B>::new(3, vocabulary, &device);
@@ -139,17 +142,17 @@ backend_test!(token_counts_are_how_often_each_stands_in_a_text::<B>(device) {
             text.extend((0..vocabulary).step_by(seed).map(|token| token as u32).filter(|token| *token as usize != seed % vocabulary));
             text
         };
-        let texts = [text(2), text(5), vec![]];
+        let sequences = [text(2), text(5), vec![]];
         for line in [0, 2, 1] {
             counts.begin(line, &text(3), &text(4), &[(1, 1.0)]);
-            counts.begin(line, &texts[line], &texts[(line + 1) % 3], &[]);
+            counts.begin(line, &sequences[line], &sequences[(line + 1) % 3], &[]);
         }
         let wanted = |text: &[u32]| -> Vec<f32> {
             let mut counts = vec![0.0; vocabulary];
             text.iter().for_each(|token| counts[*token as usize] += 1.0);
             counts
         };
-        let all = |shift: usize| (0..3).flat_map(|line| wanted(&texts[(line + shift) % 3])).collect::<Vec<f32>>();
+        let all = |shift: usize| (0..3).flat_map(|line| wanted(&sequences[(line + shift) % 3])).collect::<Vec<f32>>();
         assert_eq!(values(&counts.prompt), all(0), "{vocabulary}, prompts");
         assert_eq!(values(&counts.written), all(1), "{vocabulary}, behind them");
         assert_eq!(values(&counts.bias), vec![0.0; 3 * vocabulary], "{vocabulary}, biases");
@@ -157,7 +160,7 @@ backend_test!(token_counts_are_how_often_each_stands_in_a_text::<B>(device) {
 });
 
 backend_test!(draws_are_those_of_the_reference::<B>(device) {
-    // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many tokens lie above.
+    // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many tokens exceed.
     for (vocabulary, spread) in [(6, 2.0), (300, 1.0), (5003, 6.0), (5003, 0.1), (20_011, 3.0)] {
         let plain = Sampling::greedy().with_temperature(0.9);
         let penalties = Penalties { repetition: 1.3, presence: 0.2, frequency: 0.1 };
@@ -175,7 +178,7 @@ backend_test!(draws_are_those_of_the_reference::<B>(device) {
             (Sampling::greedy().with_penalties(penalties), true),
             (plain, true),
         ];
-        // All of them in one batch, one after another, so that no two neighbours draw alike.
+        // All of them in one batch, interleaved, so that neighbours differ.
         let rows: Vec<SampledRow> = (0..2 * cases.len())
             .map(|row| {
                 let (sampling, counted) = cases[row % cases.len()];
@@ -205,17 +208,17 @@ backend_test!(draws_are_those_of_the_reference::<B>(device) {
         let greedy = read(plain::head_sample(hidden.clone(), weight.clone(), &greedy, positions.clone(), None));
         for (row, SampledRow { sampling, line }) in rows.iter().enumerate() {
             if line.is_none() && (sampling.top_k == Some(1) || sampling.temperature == 0.0) {
-                assert_eq!(b[row], greedy[row], "{vocabulary} {sampling:?}: the likeliest, by the reference");
+                assert_eq!(b[row], greedy[row], "{vocabulary} {sampling:?}: greedy, by the reference");
             }
             assert!(line.is_none() || a[row] != 2, "{vocabulary} {sampling:?}: a forbidden token");
-            // A row draws the same alone.
+            // A row samples the same alone.
             let mut counts = counts();
             let (hidden, positions) = (hidden.clone().narrow(0, row, 1), positions.clone().narrow(0, row, 1));
             let alone = SampledRows::new(&rows[row..row + 1], &device);
             let own = read(head_sample(hidden, weight.clone(), &alone, positions, Some(&mut counts)));
             assert_eq!(own, a[row..row + 1], "{vocabulary} {sampling:?}, alone");
         }
-        // Products and logarithms differ in the last bits, and a token may stand right at a cut.
+        // Products and logarithms differ in the last bits, and a token may be right at a cut.
         let differ = a.iter().zip(&b).filter(|(a, b)| a != b).count();
         let allowed = if B::name(&device).contains("cuda") { 2 } else { 1 };
         assert!(differ <= allowed, "{vocabulary} {spread}: {a:?} {b:?}");

@@ -52,12 +52,12 @@ backend_test!(large_projections_match_the_reference::<B>(device) {
     let inputs = |[rows, d_input, d_output]: [usize; 3]| {
         (random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device))
     };
-    // Edges of tiles, and rows that do not begin at whole vectors, in one of the products or in all.
+    // Edges of tiles, and rows that are not aligned to vectors, in one of the products or in all.
     for sizes in [[700, 600, 650], [641, 603, 645]] {
         let (x, weight) = inputs(sizes);
         check(x, weight);
     }
-    // A gradient in pieces, its sides lying either way.
+    // A gradient in pieces, with both layouts of its sides.
     let (x, weight) = inputs([4096, 128, 260]);
     check(x.clone(), weight.clone());
     check(strided(x), strided(weight));
@@ -67,12 +67,14 @@ backend_test!(large_projections_match_the_reference::<B>(device) {
 });
 
 backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
-    // Whole tiles, no whole stages of the inner dimension, odd sizes, and small ones; as large as tensor cores are for.
+    // Whole tiles, partial stages of the inner dimension, odd sizes, and small ones; as large as
+    // tensor cores need.
     for [rows, d_input, d_output] in [[1024, 768, 512], [1024, 771, 514], [640, 1537, 301], [70, 300, 130]] {
         let (x, weight) = (random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device));
         let grad = upstream::<B, 2>([rows, d_output], &device);
         let [host_x, host_weight, host_grad] = [&x, &weight, &grad].map(values);
-        // The forward pass with products of the one kind, and the backward pass where the other is asked for.
+        // The forward pass with products of one kind, and the backward pass while the other is
+        // requested.
         let errors = |forward: F32Products, later: F32Products| {
             let inputs = [x.clone(), strided(weight.clone())].map(|x| Tensor::<Autodiff<B>, 2>::from_inner(x).require_grad());
             let span = forward.enter();
@@ -83,8 +85,8 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
             let gradients = loss.backward();
             drop(span);
             let [d_x, d_weight] = inputs.map(|x| x.grad(&gradients).expect("a gradient"));
-            // Some elements of each product, compared with sums in f64: of `[m, n]`, whose factors have these steps along
-            // their inner dimension.
+            // Some elements of each product, compared with sums in f64: of `[m, n]`, whose factors
+            // have these strides along their inner dimension.
             let off = |got: &Tensor<B, 2>, a: (&[f32], usize, usize), b: (&[f32], usize, usize), depth: usize| {
                 let [m, n] = got.dims();
                 let got = values(got);
@@ -111,7 +113,7 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
         println!("{what}: {exact:?}, in TF32 {tf32:?}");
         if B::name(&device).contains("cuda") {
             assert!(tf32.iter().all(|error| *error < 2e-3), "{what} in TF32: {tf32:?}");
-            // Large products are on tensor cores; a backward pass is as its forward pass was.
+            // Large products use tensor cores; a backward pass has the mode of its forward pass.
             let rounded = rows < 640 || tf32.iter().all(|error| *error > 5e-5);
             assert!(rounded, "{what} in TF32, whatever is asked for later: {tf32:?}");
         } else {
@@ -120,7 +122,7 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
     }
 });
 
-// What is rehearsed is launched only in part: its results mean nothing, and those behind it are right.
+// A rehearsal launches only some kernels: its results are garbage, and later ones are right.
 backend_test!(products_are_right_behind_a_rehearsal_of_them::<B>(device) {
     let dtype = half_or_single::<B>(&device);
     let (x, weight) = (random::<B, 2>(1, [640, 512], &device).cast(dtype), random::<B, 2>(2, [1024, 512], &device).cast(dtype));
@@ -137,8 +139,8 @@ backend_test!(products_are_right_behind_a_rehearsal_of_them::<B>(device) {
 
 backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(device) {
     for dtype in halves::<B>(&device) {
-        // Whole tiles, their edges, many rows, rows that do not begin at whole vectors in one product or all, a gradient in
-        // pieces, and sizes that are small.
+        // Whole tiles, their edges, many rows, unaligned rows in one product or all, a gradient in
+        // pieces, and small sizes.
         let sizes = [
             [1024, 512, 768],
             [1000, 520, 648],
@@ -205,8 +207,9 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
                 let product = plain::linear(wide(&x), wide(&weight), bias.clone());
                 let what = format!("{dtype:?} linear {rows}x{d_input}x{d_output}, biased {}", bias.is_some());
                 assert_close(&what, &wide(&linear(x.clone(), weight.clone(), bias.clone())), &product, Tolerance::new(1e-2, dtype));
-                // As it is, parts of wider rows that do and do not begin at whole pairs, columns in one run each, and f32.
-                for (lies, residual) in [
+                // Contiguous, parts of wider rows with and without aligned pairs, column-major, and
+                // f32.
+                for (layout, residual) in [
                     half(4, [rows, d_output]),
                     half(5, [rows, d_output + 4]).narrow(1, 2, d_output),
                     half(6, [rows, d_output + 3]).narrow(1, 3, d_output),
@@ -217,10 +220,10 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
                 .enumerate()
                 {
                     let drop = Dropout { probability: 0.3, key: RandomKey::new(9) };
-                    for drop in if lies < 2 { vec![None, Some(drop)] } else { vec![None] } {
+                    for drop in if layout < 2 { vec![None, Some(drop)] } else { vec![None] } {
                         let ours = linear_add(x.clone(), weight.clone(), bias.clone(), drop, residual.clone());
                         let kept = drop.map_or(product.clone(), |drop| plain::dropout(product.clone(), drop));
-                        let what = format!("{what}, residual {lies}, dropped {}", drop.is_some());
+                        let what = format!("{what}, residual {layout}, dropped {}", drop.is_some());
                         assert_close(&what, &wide(&ours), &(wide(&residual) + kept), Tolerance::new(1e-2, dtype));
                     }
                 }
@@ -284,8 +287,9 @@ backend_test!(skinny_projections_match_the_reference::<B>(device) {
     }
 });
 
-// Tiles of rows and columns that are not whole, K that is cut among blocks, its end within a stage, more tiles than blocks, and many rows of few
-// outputs. In f32 these last are Burn's product, which a GPU in software computes for minutes.
+// Partial tiles of rows and columns, split K that ends within a stage, more tiles than blocks, and
+// many rows of few outputs. In f32 the last are Burn's product, which takes minutes on a software
+// GPU.
 backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         let few = [[9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400], [12, 72, 34_000]];
@@ -297,7 +301,7 @@ backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     }
 });
 
-// Of f16, numbers times gamma are not finite before the norm divides them.
+// In f16, values times gamma overflow before the norm divides them.
 backend_test!(a_norm_before_a_product_holds_large_numbers::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for rows in [3, 12, 70] {
@@ -365,7 +369,7 @@ fn check_projections<B: Backend>(
 backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<B>(device) {
     let weight = random::<B, 2>(1, [66, 64], &device);
     let input = |seed: u64| random::<B, 2>(seed, [3, 64], &device);
-    // More at a time than there are buffers that are used again; then some of those, and the others go on.
+    // More at once than there are scratch buffers; then some of those, while the others continue.
     let mut held: Vec<(u64, Tensor<B, 2>)> = Vec::new();
     for round in 0..3 {
         held.retain(|(seed, _)| seed % 3 == 0);

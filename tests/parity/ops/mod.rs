@@ -1,4 +1,4 @@
-//! A file an operation, under its name in `kernels/src/ops`.
+//! One file per operation, with its name in `kernels/src/ops`.
 
 mod activation;
 mod attention;

@@ -18,7 +18,8 @@ backend_test!(norms_match_the_reference::<B>(device) {
         let beta = random::<B, 2>(3, [1, columns], &device);
         for x in [x.clone(), strided(x)] {
             let name = format!("{rows}x{columns}");
-            // Rows of two have one of two shapes: their gradient is near zero, the difference of larger numbers.
+            // Rows of two have one of two shapes: their gradient is near zero, the difference of
+            // larger values.
             let tolerance = tolerance_under_test::<B>(&device).or_zero();
             let tolerance = if columns == 2 { tolerance.at_least(1e-2) } else { tolerance };
             assert_parity_within(
@@ -75,7 +76,7 @@ backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
 
 backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(device) {
     for dtype in halves::<B>(&device) {
-        // Many rows have a kernel of their own on some devices.
+        // Many rows have a separate kernel on some devices.
         let sizes =
             [(3, 40), (63, 65), (128, 128), (700, 384), (1057, 768), (2200, 1280), (1200, 65), (7000, 264), (4097, 512)];
         for (rows, columns) in sizes {
@@ -83,7 +84,7 @@ backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(devic
             let around_rows = if rows % 2 == 0 { 8 } else { 0 };
             let x = random::<B, 2>(1, [rows, columns + 2 * around_rows], &device).cast(dtype).cast(DType::F32);
             let [gamma, beta] = [2, 3].map(|seed| random::<B, 2>(seed, [1, columns], &device));
-            // Weights are f32, as in training, but for one size.
+            // Weights are f32, as in training, except for one size.
             let weight_dtype = if columns == 1280 { dtype } else { DType::F32 };
             for (layer, shifted, around) in [
                 (false, false, true),
@@ -112,7 +113,7 @@ backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(devic
                     "{dtype:?} norm {rows}x{columns}, layer {layer}, shifted {shifted}, with what goes around it {around}"
                 );
                 assert_close(&what, &output, &wanted, Tolerance::new(1e-2, dtype));
-                // Sums over many rows average out what is rounded off: one row too few shows.
+                // Sums over many rows average out rounding: one missing row is visible.
                 let of_weights = if rows >= 1000 && weight_dtype == DType::F32 { 5e-3 } else { 2e-2 };
                 for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
                     let tolerance = if at == 0 { 2e-2 } else { of_weights };

@@ -41,7 +41,7 @@ backend_test!(qkv_rotary_matches_the_reference::<B>(device) {
         let positions = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(positions, [1, seq_length]), &device);
         let positions = positions.expand([batch_size, seq_length]);
         for qkv in [qkv.clone(), strided(qkv)] {
-            // Once over a tensor that nothing else holds, once over one that the caller keeps.
+            // Once over an unshared tensor, once over one that the caller keeps.
             for kept in [false, true] {
                 let ours = |i: &[Tensor<Autodiff<B>, 3>]| {
                     let qkv = if kept { i[0].clone() } else { i[0].clone() * 1.0 };

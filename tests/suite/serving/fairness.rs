@@ -1,4 +1,4 @@
-//! One client that asks for all there is, and others.
+//! One client that uses all it can get, and others.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 
 use super::{Server, model_folder};
 
-/// Streams that one client has open.
+/// Number of streams of one client.
 const STREAMS: usize = 100;
-/// Tokens of each: the context is full then.
+/// Tokens of each, which fill the context.
 const TOKENS: usize = 1000;
 
-/// A connection from an address of this machine.
+/// A connection from a local address.
 fn connect_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let stream = runtime.block_on(async {
@@ -37,7 +37,7 @@ fn send(mut stream: TcpStream, key: &str, body: &Value) -> BufReader<TcpStream> 
     BufReader::new(stream)
 }
 
-/// The text of an answer that is whole.
+/// The text of a complete answer.
 fn text(reader: BufReader<TcpStream>) -> String {
     let lines: Vec<String> = reader.lines().map(|line| line.expect("text")).collect();
     let body = lines.last().expect("a body");
@@ -45,7 +45,7 @@ fn text(reader: BufReader<TcpStream>) -> String {
     answer["choices"][0]["text"].as_str().unwrap_or_else(|| panic!("{answer}")).to_string()
 }
 
-/// The text of a stream, and whether it came to its end.
+/// The text of a stream, and whether it is complete.
 fn streamed(reader: BufReader<TcpStream>) -> (String, bool) {
     let (mut text, mut whole) = (String::new(), false);
     for line in reader.lines().map_while(Result::ok) {
@@ -57,8 +57,8 @@ fn streamed(reader: BufReader<TcpStream>) -> (String, bool) {
     (text, whole)
 }
 
-/// Four clients, each after the other of its own requests, while another has a hundred streams that
-/// would take all rows for long.
+/// Four clients with consecutive requests, while another has a hundred streams that would occupy
+/// all slots for long.
 fn clients_are_served_beside_one_with_a_hundred_streams(keys: [&str; 5], addresses: [[u8; 4]; 5]) {
     let folder = model_folder();
     let file = folder.path().join("keys");
@@ -71,7 +71,7 @@ fn clients_are_served_beside_one_with_a_hundred_streams(keys: [&str; 5], address
     let long = |at: usize| json!({ "prompt": format!("pot {at}"), "max_tokens": TOKENS, "seed": at, "stream": true });
     let good = |client: usize, at: usize| json!({ "prompt": format!("jug {client}"), "max_tokens": 20, "seed": at });
     let ask = |client: usize, body: &Value| send(connect_from(addresses[client], server.address), keys[client], body);
-    // What they are without others.
+    // Their answers without others.
     let wanted: Vec<String> = (0..12).map(|at| text(ask(1 + at % 4, &good(1 + at % 4, at)))).collect();
     let (first, _) = streamed(ask(0, &long(0)));
 

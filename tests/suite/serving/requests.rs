@@ -1,4 +1,4 @@
-//! What requests ask for beyond a text.
+//! Fields of requests beyond the prompt.
 
 use std::io::Write as _;
 
@@ -82,8 +82,8 @@ fn tokens_of_texts_and_texts_of_tokens() {
     assert!(models.contains("\"max_model_len\":200"), "{models}");
 }
 
-/// What the model gives tokens of a prompt, and of its own, are the same numbers, whatever else is
-/// read and in which parts.
+/// Log-probabilities of tokens are the same in a prompt as in an output, whatever else is prefilled
+/// and however it is split.
 #[test]
 fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_generated() {
     let folder = model_folder();
@@ -97,8 +97,8 @@ fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_ge
     let made = ask(json!({ "prompt": prompt, "max_tokens": 150, "temperature": 0, "logprobs": 3, "n": 1 }));
     let told = &made["choices"][0]["logprobs"];
     let bytes = made["choices"][0]["text"].as_str().expect("a text");
-    // The same tokens as a prompt; the texts of single bytes are not all characters, so that they
-    // are asked for by their places.
+    // The same tokens as a prompt; single bytes are not all characters, so they are identified by
+    // position.
     let generated = told["token_logprobs"].as_array().expect("numbers");
     assert_eq!(generated.len(), 150, "{bytes}");
     let whole = ask(json!({ "prompt": prompt, "max_tokens": 150, "temperature": 0, "logprobs": 3, "echo": true }));
@@ -107,7 +107,7 @@ fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_ge
     assert_eq!(whole["token_logprobs"][0], Value::Null);
     assert_eq!(whole["top_logprobs"][0], Value::Null);
     assert_eq!(whole["text_offset"][90].as_u64(), Some(90), "one character a token");
-    // A prompt that begins with the first one's tokens has the same numbers there.
+    // A prompt that begins with the first one's tokens has the same values there.
     let longer: Vec<u32> = prompt.iter().copied().chain((0..60).map(|at| at * 5 % 251)).collect();
     let many: Vec<&Vec<u32>> = std::iter::repeat_n(&longer, 24).collect();
     let scored = ask(json!({ "prompt": many, "max_tokens": 0, "logprobs": 1, "echo": true }));
@@ -126,7 +126,7 @@ fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_ge
         let best = top.values().next().map(number).expect("one");
         assert!(best >= number(&numbers[120]) - 1e-6);
     }
-    // As vLLM tells it, by ids, and in a chat.
+    // In vLLM's form, by ids, and in a chat.
     let vllms = ask(json!({ "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 2 }));
     let told = vllms["choices"][0]["prompt_logprobs"].as_array().expect("numbers").clone();
     assert!(told.len() == 3 && told[0].is_null() && told[1]["6"]["logprob"].is_number(), "{told:?}");
@@ -144,7 +144,7 @@ fn places_of_tokens_are_those_of_a_whole_answer_in_a_stream() {
     let folder = model_folder();
     let server = Server::start(folder.path(), &[]);
     for seed in 0..10 {
-        // Bytes of which some are held back until a character is whole.
+        // Bytes that are partly held back until a character is complete.
         let mut body = json!({ "prompt": "pot", "max_tokens": 50, "logprobs": 0, "seed": seed, "echo": seed % 2 == 0 });
         let (_, whole) = server.post("/v1/completions", &body);
         body["stream"] = true.into();
@@ -175,7 +175,7 @@ fn a_prompt_with_a_suffix_has_the_tokens_that_mark_the_middle() {
     let folder = model_folder();
     let file = folder.path().join("tokenizer.json");
     let mut tokenizer: Value = serde_json::from_str(&std::fs::read_to_string(&file).expect("a file")).expect("JSON");
-    // In place of three bytes, which the prompt has none of.
+    // Instead of three bytes that the prompt does not contain.
     let names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"];
     let vocabulary = tokenizer["model"]["vocab"].as_object_mut().expect("a vocabulary");
     vocabulary.retain(|_, id| id.as_u64().is_some_and(|id| id < 253));
@@ -197,9 +197,9 @@ fn a_prompt_with_a_suffix_has_the_tokens_that_mark_the_middle() {
     let told = answer["choices"][0]["prompt_logprobs"].as_array().expect("numbers");
     let ids: Vec<&str> =
         told.iter().skip(1).filter_map(|told| Some(told.as_object()?.keys().next()?.as_str())).collect();
-    // a and b, the suffix's mark, c, and the middle's; the first token has no number.
+    // a and b, the suffix's mark, c, and the middle's; the first token has no value.
     assert_eq!(ids, ["64", "65", "254", "66", "255"]);
-    // What spells a mark is text, unless it is asked for.
+    // The text of a mark stays text, unless special tokens are enabled.
     let count = |allowed: bool| {
         let mut body = body.clone();
         body["prompt"] = "a<|fim_middle|>".into();
@@ -237,7 +237,7 @@ fn documents_are_ranked_by_a_model_with_a_head_for_it() {
     assert_eq!(of_the_second["document"]["text"], "a blue glaze");
     let (status, answer) = server.post("/v1/score", &json!({ "text_1": ["a", "b"], "text_2": ["c", "d", "e"] }));
     assert_eq!((status, &answer["error"]["param"]), (400, &json!("text_2")));
-    // Of an encoder without a head it is the cosine.
+    // Without a head, an encoder's score is the cosine.
     let (status, short) = server.post("/v1/embeddings", &json!({ "input": "the clay", "dimensions": 4 }));
     assert_eq!((status, short["data"][0]["embedding"].as_array().map(Vec::len)), (200, Some(4)));
 }
@@ -267,7 +267,7 @@ fn a_hangup_has_keys_and_certificate_read_again() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     assert_eq!(status("first"), 401);
-    // What cannot be read changes nothing.
+    // An unreadable file changes nothing.
     std::fs::write(&file, "").expect("writable");
     server.signal("-HUP");
     std::thread::sleep(std::time::Duration::from_millis(200));

@@ -1,4 +1,4 @@
-//! Responses: what chats say, in another form.
+//! Responses: the chat API in another form.
 
 use serde_json::{Value, json};
 
@@ -26,7 +26,7 @@ fn a_response_says_what_a_chat_says() {
     assert_eq!(response["usage"]["input_tokens"], chat["usage"]["prompt_tokens"]);
     assert_eq!(response["usage"]["output_tokens"], 9);
 
-    // As events: each has its name and its number, and the last has all of it.
+    // As events: each has its name and number, and the last has everything.
     let mut streamed = asked;
     streamed["stream"] = true.into();
     let (_, events) = server.ask(&head("/v1/responses"), &streamed.to_string());

@@ -3,7 +3,8 @@
 /// What is wanted, and the ways to say it, one a line.
 ///
 /// `(a|b)` chooses, `[slot]` draws a value and tags it, `[slot:table]` draws it from another table and `@name` stands
-/// for a fragment. A line that begins with `?` is for validation only, one with `!` for the test only.
+/// for a fragment. A line that begins with `?` is for validation only, one with `!` for the test
+/// only.
 #[rustfmt::skip]
 pub(super) const INTENTS: &[(&str, &str)] = &[
     ("light_on", "
@@ -345,8 +346,8 @@ pub(super) const FRAGMENTS: &[(&str, &str)] = &[
     ("@day", "([day]|on [day:date])"),
 ];
 
-/// The tables of values by name: those that may be drawn everywhere, and where there are any, those for validation
-/// only and those for the test only.
+/// The tables of values by name: those that may be drawn everywhere, and where there are any, those
+/// for validation only and those for the test only.
 #[rustfmt::skip]
 pub(super) const VALUES: &[(&str, [&str; 3])] = &[
     ("room", ["kitchen, bedroom, living room, bathroom, hallway, office, garage, garden, dining room, guest room,

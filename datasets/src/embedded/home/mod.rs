@@ -1,11 +1,12 @@
-//! The embedded utterances: what people say to a home assistant, drawn from a grammar of our own.
+//! The embedded utterances: requests to a home assistant, sampled from our own grammar.
 //!
-//! An utterance is a walk through a line of `INTENTS`, which draws values from `VALUES` for its slots. The same words
-//! stand in many slots: only those around them tell whether "forty" is a brightness or a volume, "georgia" someone to
-//! call or somewhere to go, and "turn off the oven" a command or the text of a message.
+//! An utterance is a walk through a line of `INTENTS`, which samples slot values from `VALUES`. The
+//! same words occur in many slots: only their context tells whether "forty" is a brightness or a
+//! volume, "georgia" a person or a place, and "turn off the oven" a command or the text of a
+//! message.
 //!
-//! Some lines and some values are kept from the training part, and the validation and test parts each have their own.
-//! The lines kept are made of words that lines for training have too.
+//! Some lines and values are excluded from the training split, and the validation and test splits
+//! each have their own. Excluded lines consist of words that also occur in training.
 
 mod data;
 
@@ -19,15 +20,15 @@ use crate::utterance::{Utterance, Utterances};
 /// The seed of the embedded utterances.
 const SEED: u64 = 0x0F1E_C1A7;
 
-/// Where training, validation and test lines and values stand in triples.
+/// Offsets of training, validation and test in triples.
 const TRAIN: usize = 0;
 const VALID: usize = 1;
 const TEST: usize = 2;
 
-/// Sizes of the training, validation and test part.
+/// Sizes of the training, validation and test splits.
 const SIZES: [usize; 3] = [12_000, 500, 1000];
 
-/// The embedded utterances: no text comes twice.
+/// The embedded utterances, without duplicates.
 fn utterances() -> Utterances {
     let grammar = Grammar::new();
     let mut said = HashSet::new();
@@ -39,7 +40,7 @@ fn utterances() -> Utterances {
 }
 
 impl Utterances {
-    /// Utterances to a home assistant, from an embedded grammar: always the same ones.
+    /// Utterances to a home assistant from an embedded grammar: always the same ones.
     pub fn home() -> Self {
         utterances()
     }
@@ -54,19 +55,19 @@ fn repeats_itself(utterance: &Utterance) -> bool {
 /// A step of a walk.
 #[derive(Debug)]
 enum Part {
-    /// Says a word.
+    /// Emits a word.
     Word(&'static str),
-    /// Says a value of a table, tagged with a slot.
+    /// Emits a value of a table, tagged with a slot.
     Slot(&'static str, usize),
-    /// Walks through one of some alternatives.
+    /// Takes one of several alternatives.
     Choose(Vec<Vec<Part>>),
 }
 
-/// The grammar, ready to be walked through.
+/// The parsed grammar.
 struct Grammar {
     /// Intents and lines: for training, validation and the test.
     lines: [Vec<(&'static str, Vec<Part>)>; 3],
-    /// Values of each table: for all, validation and the test.
+    /// Values of each table: for all splits, validation only, and test only.
     values: Vec<[Vec<Vec<Part>>; 3]>,
 }
 
@@ -86,11 +87,11 @@ impl Grammar {
         let entries = |text: &'static str| -> Vec<Vec<Part>> {
             text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).map(parse).collect()
         };
-        Self { lines, values: VALUES.iter().map(|(_, texts)| texts.map(entries)).collect() }
+        Self { lines, values: VALUES.iter().map(|(_, columns)| columns.map(entries)).collect() }
     }
 
-    /// An utterance for a part: a fifth of those held out take a line that training lacks, and one in fourteen
-    /// of their slots a value that it lacks.
+    /// An utterance of a split. A fifth of the held-out ones use a line that training lacks, and
+    /// one in fourteen of their slots a value that it lacks.
     fn say(&self, part: usize, draw: u64) -> Utterance {
         let mut rng = Generator::new(SEED, part as u64, draw);
         let lines = if rng.below(5) == 0 { &self.lines[part] } else { &self.lines[TRAIN] };
@@ -100,7 +101,7 @@ impl Grammar {
         utterance
     }
 
-    /// Walks through some parts, within a value of a slot or outside of any.
+    /// Walks through parts, inside or outside of a slot's value.
     fn walk(&self, parts: &[Part], part: usize, slot: Option<&str>, rng: &mut Generator, said: &mut Utterance) {
         let first = said.words.len();
         for step in parts {
@@ -129,11 +130,12 @@ impl Grammar {
 
 /// Parses a line or value.
 ///
-/// It cannot fail: what it does not know becomes a word, where tests find it.
+/// It cannot fail: unknown syntax becomes a word, which tests find.
 fn parse(text: &'static str) -> Vec<Part> {
     let mut lexemes = Vec::new();
     let mut rest = text;
-    // Brackets of choices stand for themselves; those of slots belong to their words, as do dashes and quotes.
+    // Brackets of choices are tokens of their own; those of slots, dashes and quotes belong to
+    // their words.
     while let Some(at) = rest.find(['(', '|', ')']) {
         lexemes.extend(rest[..at].split_whitespace());
         lexemes.push(&rest[at..=at]);
@@ -143,7 +145,7 @@ fn parse(text: &'static str) -> Vec<Part> {
     alternative(&mut lexemes.into_iter()).0
 }
 
-/// Reads an alternative and the `|` or `)` after it, and tells whether that was a `|`.
+/// Parses an alternative and the `|` or `)` after it. Returns whether that was a `|`.
 fn alternative(lexemes: &mut std::vec::IntoIter<&'static str>) -> (Vec<Part>, bool) {
     let mut parts = Vec::new();
     while let Some(lexeme) = lexemes.next() {
@@ -169,7 +171,7 @@ fn alternative(lexemes: &mut std::vec::IntoIter<&'static str>) -> (Vec<Part>, bo
     (parts, false)
 }
 
-/// The slot that `[slot]` or `[slot:table]` stands for.
+/// The slot of `[slot]` or `[slot:table]`.
 fn slot(lexeme: &'static str) -> Option<Part> {
     let inner = lexeme.strip_prefix('[')?.strip_suffix(']')?;
     let (slot, table) = inner.split_once(':').unwrap_or((inner, inner));
@@ -184,7 +186,7 @@ mod tests {
     use crate::labels::Labels;
     use crate::spans::slot_of;
 
-    /// The words that parts can say outside of slots, or within them where they are a value's.
+    /// The words that parts can emit outside of slots, or inside them if they are a value's.
     fn words_of(parts: &[Part], words: &mut BTreeSet<&'static str>) {
         for part in parts {
             match part {
@@ -195,13 +197,13 @@ mod tests {
         }
     }
 
-    /// All texts of a value.
-    fn texts(parts: &[Part]) -> Vec<String> {
+    /// All strings of a value.
+    fn value_texts(parts: &[Part]) -> Vec<String> {
         parts.iter().fold(vec![String::new()], |before, part| {
             let after: Vec<String> = match part {
                 Part::Word(word) => vec![(*word).to_owned()],
                 Part::Slot(..) => panic!("a slot in a value"),
-                Part::Choose(branches) => branches.iter().flat_map(|branch| texts(branch)).collect(),
+                Part::Choose(branches) => branches.iter().flat_map(|branch| value_texts(branch)).collect(),
             };
             let join = |first: &String| {
                 after.iter().map(|second| format!("{first} {second}").trim().to_owned()).collect::<Vec<_>>()
@@ -210,7 +212,7 @@ mod tests {
         })
     }
 
-    /// The values of each slot that some utterances have.
+    /// The values of each slot in some utterances.
     fn values(utterances: &[Utterance]) -> BTreeMap<String, BTreeSet<String>> {
         let mut values = BTreeMap::<String, BTreeSet<String>>::new();
         for utterance in utterances {
@@ -236,14 +238,14 @@ mod tests {
     fn no_text_comes_twice() {
         let home = utterances();
         let all = [home.train, home.valid, home.test].concat();
-        let texts: BTreeSet<_> = all.iter().map(|utterance| &utterance.words).collect();
-        assert_eq!(texts.len(), all.len());
+        let distinct: BTreeSet<_> = all.iter().map(|utterance| &utterance.words).collect();
+        assert_eq!(distinct.len(), all.len());
     }
 
     #[test]
     fn the_utterances_are_always_the_same() {
         assert_eq!(utterances(), utterances());
-        // FNV-1a over all that they say.
+        // FNV-1a over all words, tags and intents.
         let home = utterances();
         let mut sum = 0xCBF2_9CE4_8422_2325_u64;
         for utterance in [home.train, home.valid, home.test].concat() {
@@ -305,7 +307,7 @@ mod tests {
         }
     }
 
-    /// Utterances with each value's words as its slot's name, which is what a line leaves of them.
+    /// Utterances with the words of each value replaced by its slot's name: the line's template.
     fn shapes(utterances: &[Utterance]) -> BTreeSet<(String, Vec<String>)> {
         let shape = |utterance: &Utterance| {
             let words = utterance.words.iter().zip(&utterance.tags);
@@ -350,8 +352,9 @@ mod tests {
         let [trained, tested] = [&home.train, &home.test].map(|part| values(part));
         let mut held_out = BTreeMap::<&str, BTreeSet<String>>::new();
         for ((name, _), entries) in VALUES.iter().zip(&grammar.values) {
-            let all =
-                entries.each_ref().map(|part| part.iter().flat_map(|value| texts(value)).collect::<BTreeSet<_>>());
+            let all = entries
+                .each_ref()
+                .map(|part| part.iter().flat_map(|value| value_texts(value)).collect::<BTreeSet<_>>());
             assert!(all[TRAIN].is_disjoint(&all[VALID]) && all[TRAIN].is_disjoint(&all[TEST]), "{name}");
             assert!(all[VALID].is_disjoint(&all[TEST]), "{name}");
             if !all[TEST].is_empty() {

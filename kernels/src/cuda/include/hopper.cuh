@@ -1,12 +1,13 @@
-// What hand-written kernels for Hopper (sm_90a) share: mbarriers, bulk tensor copies (TMA), wgmma. No header of CUDA is
-// needed, so that NVRTC has little to read. HALF names the 16-bit dtype: "bf16" or "f16".
+// What hand-written kernels for Hopper (sm_90a) share: mbarriers, bulk tensor copies (TMA), wgmma.
+// No header of CUDA is needed, so that NVRTC has little to read. HALF names the 16-bit dtype:
+// "bf16" or "f16".
 //
 // PTX ISA, sections 9.7.13 (mbarrier), 9.7.9.25 (cp.async.bulk.tensor) and 9.7.15 (wgmma).
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// A CUtensorMap: how a matrix lies, and the box of it that one copy brings.
+// A CUtensorMap: the layout of a matrix, and the box of one copy.
 struct alignas(64) TensorMap {
     u64 words[16];
 };
@@ -14,7 +15,8 @@ struct alignas(64) TensorMap {
 constexpr int WARPGROUP = 128;
 constexpr float LOG2_E = 1.4426950408889634f;
 #define INFINITE __int_as_float(0x7f800000)
-// A row of a tile in shared memory: 64 elements of 16 bits, its 16-byte chunks in the order of the 128-byte swizzle.
+// A row of a tile in shared memory: 64 elements of 16 bits, its 16-byte chunks in the order of the
+// 128-byte swizzle.
 constexpr int ROW_BYTES = 128;
 
 // A place in a ring of stages, and the parity of the round.
@@ -80,8 +82,9 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrivals of a warp, when all of its threads have read what they release, or written what they give: one, as 32 take their time; racecheck does not
-// know that __syncwarp orders the others before it, and is given 32.
+// Arrivals of a warp, when all of its threads have read what they release, or written what they
+// give: one, as 32 take their time; racecheck does not know that __syncwarp orders the others
+// before it, and is given 32.
 #ifdef RACECHECK
 constexpr int WARP_ARRIVALS = 32;
 #else
@@ -95,8 +98,9 @@ __device__ __forceinline__ void warp_arrive(u32 barrier) {
     }
 }
 
-// Arrives at the same barrier of the cluster's block `rank`. That orders what this thread read before with what TMA writes
-// behind the barrier; a wider scope than the default would empty the L1 cache at each wait.
+// Arrives at the same barrier of the cluster's block `rank`. That orders what this thread read
+// before with what TMA writes behind the barrier; a wider scope than the default would empty the L1
+// cache at each wait.
 __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -104,7 +108,8 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
         : "memory");
 }
 
-// Waits for the end of the phase of this parity. A wait that never ends is an error in a kernel: it stops the kernel.
+// Waits for the end of the phase of this parity. A wait that never ends is an error in a kernel: it
+// stops the kernel.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     #pragma unroll 1
     for (u32 tries = 0; tries < (1u << 26); tries++) {
@@ -122,7 +127,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     __trap();
 }
 
-// ---- TMA: boxes of a matrix, from and to shared memory. What lies outside the matrix is read as 0, and not written.
+// ---- TMA: boxes of a matrix, from and to shared memory. Elements outside the matrix are read as 0
+// and not written.
 
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
@@ -136,7 +142,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int column, i
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
 }
 
-// Brings a box to the same place in both blocks of the cluster; each block's barrier counts its bytes.
+// Brings a box to the same place in both blocks of the cluster; each block's barrier counts its
+// bytes.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -151,7 +158,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int co
                  : "memory");
 }
 
-// The same for a box of the rows of a head, in a tensor of `[batch, heads, rows, columns]` under any strides.
+// The same for a box of the rows of a head, in a tensor of `[batch, heads, rows, columns]` under
+// any strides.
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, int head, int batch, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
@@ -193,11 +201,11 @@ __device__ __forceinline__ void async_proxy_fence() {
 
 // ---- wgmma: a warpgroup multiplies tiles of shared memory into sums in its registers.
 //
-// Sums of 64 rows: warp w has rows 16 w to 16 w + 15; of each run of 8 columns, lane l has columns 2 (l % 4) and the next,
-// of row l / 4 in [0] and [1], of row l / 4 + 8 in [2] and [3].
+// Sums of 64 rows: warp w has rows 16 w to 16 w + 15; of each run of 8 columns, lane l has columns
+// 2 (l % 4) and the next, of row l / 4 in [0] and [1], of row l / 4 + 8 in [2] and [3].
 
-// How a tile lies whose rows are of 128 bytes. K-major: a row has 64 of K. MN-major: a row has 64 of M or N, there are
-// ROWS such rows, and behind them the next 64 of M or N.
+// The layout of a tile with rows of 128 bytes. K-major: a row has 64 of K. MN-major: a row has 64
+// of M or N, with ROWS such rows, followed by those of the next 64 of M or N.
 template <int ROWS>
 __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 offset = 0) {
     constexpr u32 SWIZZLE_128 = 1u << 30, EIGHT_ROWS = 8 * ROW_BYTES / 16, NEXT_BLOCK = ROWS * ROW_BYTES / 16;
@@ -256,7 +264,8 @@ __device__ __forceinline__ void registers_lower() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// TF32: numbers are of 32 bits, of which a product takes the upper 19; tiles lie K-major, and have half as many of K in as many bytes.
+// TF32: numbers are of 32 bits, of which a product takes the upper 19; tiles lie K-major, and have
+// half as many of K in as many bytes.
 #if TF32
 #define WGMMA_KIND "k8.f32.tf32.tf32"
 #define WGMMA_ORDERS(TRANSPOSED)
@@ -266,7 +275,8 @@ __device__ __forceinline__ void registers_lower() {
 #endif
 
 // `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K (8 in TF32). `b` is a tile; `a` is one, too, or the
-// registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed. The operands behind the sums are given by their names.
+// registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed. The operands
+// behind the sums are given by their names.
 template <int N>
 struct Wgmma;
 
@@ -450,8 +460,8 @@ __device__ __forceinline__ void shared_store(u32 address, uint4 bytes) {
                  : "memory");
 }
 
-// Four 8 by 8 matrices between registers and shared memory: lane l gives the address of row l % 8 of matrix l / 8, and has
-// two elements of row l / 4 of each.
+// Four 8 by 8 matrices between registers and shared memory: lane l gives the address of row l % 8
+// of matrix l / 8, and has two elements of row l / 4 of each.
 __device__ __forceinline__ void matrices_store(u32 address, const u32 (&matrices)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(matrices[0]),
                  "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
@@ -466,10 +476,11 @@ __device__ __forceinline__ void matrices_load(u32 (&matrices)[4], u32 address) {
 }
 
 // ---- Dropout by the random bits of random/mod.rs: a cipher of five rounds over a row's number gives 32 bits, and another one over these and the
-// number of a pair of columns twice 16, those of the even column and of the odd one. What the first round of the second makes of a row is
-// the same for 131,072 columns.
+// number of a pair of columns twice 16, those of the even column and of the odd one. What the first
+// round of the second makes of a row is the same for 131,072 columns.
 
-// As words of a launch: 16 bits below `threshold` drop a number, and others are multiplied by `kept`, the bits of an f32.
+// As words of a launch: 16 bits below `threshold` drop a number, and others are multiplied by
+// `kept`, the bits of an f32.
 struct DropoutInfo {
     u64 threshold, kept;
     // Added to the number of a row.
@@ -483,13 +494,14 @@ struct DropoutInfo {
 
 __device__ constexpr u32 MULTIPLIERS[5] = {0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b};
 
-// One round; the left half lies low.
+// One round; the left half is in the low bits.
 __device__ __forceinline__ u32 cipher_round(u32 state, u32 key, u32 multiplier) {
     u32 right = state >> 16, product = (right ^ key) * multiplier;
     return right | ((state ^ product ^ product >> 15) << 16);
 }
 
-// A row, ready for pairs of columns that have the same `column >> 17`: its state behind the first round of a pair 0, the right half mixed with the next round's key.
+// A row, ready for pairs of columns that have the same `column >> 17`: its state behind the first
+// round of a pair 0, the right half mixed with the next round's key.
 __device__ __forceinline__ u32 random_row(const DropoutInfo& dropout, u32 row, int column) {
     row += static_cast<u32>(dropout.first_row);
     #pragma unroll
@@ -506,7 +518,8 @@ struct RandomPair {
     u32 even, odd;
 };
 
-// The other four rounds. Halves are kept mixed with their round's key, so that a round is a product, a shift and two operations.
+// The other four rounds. Halves are kept mixed with their round's key, so that a round is a
+// product, a shift and two operations.
 __device__ __forceinline__ RandomPair random_pair(const DropoutInfo& dropout, u32 row, int pair) {
     u32 keys[5];
     #pragma unroll

@@ -1,4 +1,4 @@
-//! Activations in the graph: the input is kept, nothing else.
+//! Activations in the graph: only the input is saved.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;

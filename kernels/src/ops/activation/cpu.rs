@@ -1,4 +1,4 @@
-//! Activations on the CPU: value and slope of each number in one go.
+//! Activations on the CPU, with their slopes in the same pass.
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
@@ -7,7 +7,7 @@ use super::{ActivateBackward, ActivateForward, Activation, ActivationKind, Activ
 use crate::checked::Checked;
 use crate::cpu::{Values, exp, for_lanes, for_rows, new_rows, new_rows_beside, sigmoid, tensor};
 
-/// Calls a function with the activation's own: `f(x)` and its slope.
+/// Calls a function with a kind's function `f(x)` and its slope.
 macro_rules! with_kind {
     ($activation:expr, $call:ident($($argument:expr),*)) => {
         match $activation.kind {
@@ -33,13 +33,13 @@ impl ActivationOps for NdArray {
     }
 }
 
-/// The activation of `x`, of shape `[rows, width]`, in whose place stands what a gradient of it is multiplied by
-/// afterwards: for [`activate_by_slopes`].
-pub(crate) fn activate_beside(x: &mut [f32], shape: [usize; 2], activation: Activation) -> Tensor<NdArray, 2> {
-    with_kind!(activation, beside(x, shape))
+/// The activation of `x` `[rows, width]`, which is overwritten with the slopes for
+/// [`activate_by_slopes`].
+pub(crate) fn activate_keeping_slopes(x: &mut [f32], shape: [usize; 2], activation: Activation) -> Tensor<NdArray, 2> {
+    with_kind!(activation, forward_keeping_slopes(x, shape))
 }
 
-/// The gradient of an input whose [`activate_beside`] left `slopes`.
+/// The gradient of an input from the `slopes` left by [`activate_keeping_slopes`].
 pub(crate) fn activate_by_slopes(
     grad: Tensor<NdArray, 2>,
     slopes: Tensor<NdArray, 2>,
@@ -76,7 +76,7 @@ pub(crate) fn activate_by_slopes(
     tensor(d_x, [rows, width])
 }
 
-fn beside(
+fn forward_keeping_slopes(
     x: &mut [f32],
     [rows, width]: [usize; 2],
     gated: bool,
@@ -120,7 +120,7 @@ fn forward(x: Tensor<NdArray, 2>, gated: bool, f: impl Fn(f32) -> (f32, f32) + S
             for (row, out) in (first..).zip(out.chunks_exact_mut(columns)) {
                 let (x, up) = x[row * width..][..width].split_at(columns);
                 out.iter_mut().zip(x).for_each(|(out, x)| *out = f(*x).0);
-                // Empty where nothing is gated.
+                // Empty without a gate.
                 out.iter_mut().zip(up).for_each(|(out, up)| *out *= up);
             }
         },
@@ -196,7 +196,7 @@ fn gelu_tanh(x: f32) -> (f32, f32) {
     (x * s, s + x * s * (1.0 - s) * inner)
 }
 
-/// With the error function of Abramowitz and Stegun, 7.1.26, good to 1.5e-7.
+/// With the error function of Abramowitz and Stegun, 7.1.26, accurate to 1.5e-7.
 #[inline(always)]
 fn gelu_erf(x: f32) -> (f32, f32) {
     let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;

@@ -1,4 +1,4 @@
-//! Activations in CubeCL: the bias before them, where there is one, added in the same pass.
+//! Activations in CubeCL, with an optional bias before them in the same pass.
 
 use burn::tensor::Tensor;
 use burn_cubecl::element::BoolElement;
@@ -53,7 +53,8 @@ pub(crate) fn activate<R: CubeRuntime>(
     let bias = bias.unwrap_or_else(|| x.clone());
     let vector = vector_width(&[&x, &out, &bias], &[columns, stride]);
     let units = n_rows * columns / vector;
-    // SAFETY: each unit below `units` reads and writes its own vector of `out`'s shape, and `x` and `bias` as wide.
+    // SAFETY: each unit below `units` reads and writes its own vector of `out`'s shape, and `x` and
+    // `bias` as wide.
     unsafe {
         launch!(
             activate_kernel::ActivateKernel,
@@ -86,7 +87,7 @@ pub(crate) fn activate_backward<R: CubeRuntime>(
     backward(grad, x, bias, activation, false)
 }
 
-/// The gradient of an activation's input, from the slopes that were kept of it: `[rows, width]`.
+/// The gradient of an activation's input from its saved slopes: `[rows, width]`.
 pub(crate) fn activate_by_slopes<R: CubeRuntime>(
     grad: CubeTensor<R>,
     slopes: CubeTensor<R>,
@@ -95,7 +96,7 @@ pub(crate) fn activate_by_slopes<R: CubeRuntime>(
     backward(grad, slopes, None, activation, true)
 }
 
-/// Of `x` the inputs, or if `by_slopes` the slopes.
+/// `x` holds the inputs, or if `by_slopes` the slopes.
 fn backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
@@ -113,7 +114,8 @@ fn backward<R: CubeRuntime>(
     let bias = bias.unwrap_or_else(|| x.clone());
     let vector = vector_width(&[&x, &grad, &out, &bias], &[columns, stride, grad_stride]);
     let units = n_rows * columns / vector;
-    // SAFETY: each unit below `units` writes the vectors of `out` that its place in `grad` belongs to.
+    // SAFETY: each unit below `units` writes the vectors of `out` that its place in `grad` belongs
+    // to.
     unsafe {
         launch!(
             activate_backward_kernel::ActivateBackwardKernel,
@@ -283,7 +285,7 @@ fn slope<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector
 #[cube]
 fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0);
-    // CUDA has no minus sign for vectors.
+    // CUDA lacks negation of vectors.
     one / (one + (Vector::new(0.0f32) - x).exp())
 }
 

@@ -1,4 +1,4 @@
-//! The nonlinearity between the two products of a feed-forward layer, plain or gated.
+//! The activation between the two projections of a feed-forward layer, plain or gated.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -18,7 +18,7 @@ use crate::mutation::call;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// A nonlinearity of one number.
+/// An elementwise function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationKind {
@@ -42,17 +42,18 @@ impl ActivationKind {
         [Self::GeluErf, Self::GeluTanh, Self::Relu, Self::Silu, Self::QuickGelu, Self::ReluSquared];
 }
 
-/// A nonlinearity, and whether it gates.
+/// An activation: a function, optionally as a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Activation {
     /// The function.
     pub kind: ActivationKind,
-    /// Gated (Shazeer, 2020): the input holds gate and up halves, and the output is `kind(gate) * up`.
+    /// Gated (Shazeer, 2020): the input holds gate and up halves, and the output is `kind(gate) *
+    /// up`.
     pub gated: bool,
 }
 
 impl Activation {
-    /// The function alone.
+    /// The function without a gate.
     pub fn plain(kind: ActivationKind) -> Self {
         Self { kind, gated: false }
     }
@@ -68,12 +69,12 @@ impl Activation {
     }
 }
 
-/// What [`activate`] computes with.
+/// Operands of [`activate`].
 #[derive(Clone, Debug)]
 pub struct ActivateForward<B: Backend> {
     /// `[rows, width]`.
     pub x: Tensor<B, 2>,
-    /// The nonlinearity; if it gates, `width` is even.
+    /// The activation; if it is gated, `width` is even.
     pub activation: Activation,
 }
 
@@ -84,12 +85,12 @@ impl<B: Backend> Operands for ActivateForward<B> {
     }
 }
 
-/// What the gradient of [`activate`] is computed with.
+/// Operands of the gradient of [`activate`].
 #[derive(Clone, Debug)]
 pub struct ActivateBackward<B: Backend> {
     /// Gradient of the output, `[rows, width]` or `[rows, width / 2]`, in the dtype of `x`.
     pub grad: Tensor<B, 2>,
-    /// The input as it was.
+    /// The input of the forward pass.
     pub x: Tensor<B, 2>,
     /// The nonlinearity.
     pub activation: Activation,
@@ -112,9 +113,9 @@ fn check_width(op: &str, activation: Activation, dims: [usize; 2]) {
     );
 }
 
-/// Activations on a backend.
+/// Activations of a backend.
 pub trait ActivationOps: ReshapeOps {
-    /// Body of [`activate`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    /// [`activate`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
     fn activate(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
         activate_forward(operands)
     }
@@ -128,11 +129,11 @@ pub trait ActivationOps: ReshapeOps {
     }
 }
 
-/// Applies `activation` to `x` `[.., width]`: the output is `[.., width]`, or `[.., width / 2]` where it gates, the
-/// first half of `x` being the gate. Computes in f32 and returns the dtype of `x`.
+/// Applies `activation` to `x` `[.., width]`. The output is `[.., width]`, or `[.., width / 2]` if
+/// gated, with the gate in the first half of `x`. Computes in f32 and returns the dtype of `x`.
 ///
 /// # Panics
-/// If it gates and `width` is odd, or `x` is empty.
+/// If it is gated and `width` is odd, or `x` is empty.
 pub fn activate<B: ActivationOps, const D: usize>(x: Tensor<B, D>, activation: Activation) -> Tensor<B, D> {
     let _op = recorder::op("activate", || {
         let x = recorder::operand(&x);
@@ -145,7 +146,7 @@ pub fn activate<B: ActivationOps, const D: usize>(x: Tensor<B, D>, activation: A
     as_dims(call!(B: ActivationOps::activate(operands)), dims)
 }
 
-/// The backward pass reads the input and the gradient of the output, and writes the input's.
+/// The backward pass reads the input and the gradient of the output, and writes that of the input.
 fn activate_backward_call<B: Backend>(x: &Tensor<B, 2>, activation: Activation) -> Call {
     let x = recorder::operand(x);
     let upstream = if activation.gated { x.bytes() / 2 } else { x.bytes() };

@@ -1,4 +1,4 @@
-//! Activations from small operations.
+//! Activations from basic operations.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 

@@ -1,4 +1,5 @@
-//! Attention in the graph: query, key, value, output and log-sum-exp are kept, never the probabilities.
+//! Attention in the graph: query, key, value, output and log-sum-exp are saved, never the
+//! probabilities.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -84,7 +85,7 @@ impl<B: AttentionOps> Backward<B, 1> for QkvAttentionNode {
     }
 }
 
-/// The wrapped backend's view of a mask.
+/// The inner backend's view of a mask.
 fn inner_mask<B: AttentionOps, C: CheckpointStrategy>(mask: AttentionMask<Autodiff<B, C>>) -> AttentionMask<B> {
     match mask {
         AttentionMask::None => AttentionMask::None,

@@ -1,5 +1,5 @@
-//! Attention on the CPU: a tile of queries at a time against the keys that any of them sees, a thread for each
-//! key head of each row.
+//! Attention on the CPU: tiles of queries against the keys that any of them sees, with a task per
+//! key head and row.
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
@@ -14,10 +14,10 @@ use crate::checked::Checked;
 use crate::cpu::{Matrix, Values, clamp_index, exp, integers, max_of, product, sum_of, tensor, vectorised, zeros};
 use crate::packed_heads::PackedHeads;
 
-/// Queries worked on together.
+/// Queries per tile.
 const TILE: usize = 64;
 
-/// Sizes, mask and numbers that forward and backward share.
+/// Sizes, mask and options of forward and backward.
 struct Problem {
     batch_size: usize,
     n_heads: usize,
@@ -55,7 +55,7 @@ impl Problem {
         Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, mask, options }
     }
 
-    /// For queries, keys and values in one.
+    /// For packed queries, keys and values.
     fn packed(
         [batch_size, seq_length, _]: [usize; 3],
         heads: PackedHeads,
@@ -99,19 +99,19 @@ impl Problem {
         })
     }
 
-    /// Work for every key head of every row, on all cores.
+    /// Work per key head and row, on all cores.
     fn for_groups(&self, work: impl Fn(usize, usize) + Sync) {
         let groups = self.batch_size * self.n_kv_heads;
         (0..groups).into_par_iter().for_each(|group| work(group / self.n_kv_heads, group % self.n_kv_heads));
     }
 
-    /// The query heads that key head `kv` serves.
+    /// The query heads of key head `kv`.
     fn heads(&self, kv: usize) -> Range<usize> {
         let group = self.n_heads / self.n_kv_heads;
         kv * group..(kv + 1) * group
     }
 
-    /// Scales a row of a tile's probabilities or their gradients as dropout says.
+    /// Applies dropout to a row of a tile's probabilities or their gradients.
     #[inline(always)]
     fn drop(&self, batch: usize, head: usize, query: usize, seen: &Range<usize>, row: &mut [f32]) {
         let Some(dropout) = self.options.dropout else { return };
@@ -121,7 +121,7 @@ impl Problem {
     }
 }
 
-/// Heads `[batch_size, heads, tokens, head_dim]`, wherever they lie.
+/// Heads `[batch_size, heads, tokens, head_dim]` with any strides.
 #[derive(Clone, Copy)]
 struct Heads {
     pointer: *mut f32,
@@ -140,7 +140,7 @@ impl Heads {
         Self { pointer: values.pointer().cast_mut(), strides }
     }
 
-    /// Queries, keys and values that lie `[batch_size, tokens, width]` from `pointer` on.
+    /// Heads of queries, keys and values stored as `[batch_size, tokens, width]` at `pointer`.
     fn of_packed(pointer: *mut f32, tokens: usize, heads: PackedHeads) -> [Self; 3] {
         let token = heads.width() as isize;
         let strides = [tokens as isize * token, heads.head_dim as isize, token, 1];
@@ -148,7 +148,7 @@ impl Heads {
         firsts.map(|head| Self { pointer: pointer.wrapping_add(head * heads.head_dim), strides })
     }
 
-    /// Heads that lie `[batch_size, tokens, heads, head_dim]`.
+    /// Heads stored as `[batch_size, tokens, heads, head_dim]`.
     fn of_tokens(values: &mut [f32], [tokens, heads, head_dim]: [usize; 3]) -> Self {
         Self { pointer: values.as_mut_ptr(), strides: token_strides(tokens, heads, head_dim) }
     }
@@ -197,8 +197,8 @@ impl AttentionOps for NdArray {
     }
 }
 
-/// Causal attention of packed queries `[tokens, width]`, the last of `keys` tokens, over keys and values `[n_kv_heads, capacity,
-/// head_dim]`: into `out` `[tokens, n_heads, head_dim]`.
+/// Causal attention of packed queries `[tokens, width]`, the last of `keys` tokens, over keys and
+/// values `[n_kv_heads, capacity, head_dim]`: into `out` `[tokens, n_heads, head_dim]`.
 pub(crate) fn attention_over(
     qkv: &[f32],
     heads: PackedHeads,
@@ -220,7 +220,7 @@ pub(crate) fn attention_over(
     forward_into(&problem, [queries, key, value], out, &mut zeros(n_heads * tokens));
 }
 
-/// Output and log-sum-exp of heads that outlive the call.
+/// Output and log-sum-exp, for heads that outlive the call.
 fn forward(problem: &Problem, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
     let Problem { batch_size, n_heads, seq_length, head_dim, .. } = *problem;
     let mut output = zeros(batch_size * seq_length * n_heads * head_dim);
@@ -232,14 +232,14 @@ fn forward(problem: &Problem, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray>
     }
 }
 
-/// [`forward`] into `output` `[batch_size, seq_length, n_heads, head_dim]` and `log_sum_exp` `[batch_size, n_heads,
-/// seq_length]`.
+/// [`forward`] into `output` `[batch_size, seq_length, n_heads, head_dim]` and `log_sum_exp`
+/// `[batch_size, n_heads, seq_length]`.
 fn forward_into(problem: &Problem, [q, k, v]: [Heads; 3], output: &mut [f32], log_sum_exp: &mut [f32]) {
     let Problem { batch_size, n_heads, seq_length, head_dim, .. } = *problem;
     assert!(output.len() == batch_size * seq_length * n_heads * head_dim);
     assert!(log_sum_exp.len() == batch_size * n_heads * seq_length);
     let out = Heads::of_tokens(output, [seq_length, n_heads, head_dim]);
-    // One value a query, seen as heads of width one.
+    // One value per query, as heads of width one.
     let sums = Heads {
         pointer: log_sum_exp.as_mut_ptr(),
         strides: [(n_heads * seq_length) as isize, seq_length as isize, 1, 1],
@@ -250,7 +250,8 @@ fn forward_into(problem: &Problem, [q, k, v]: [Heads; 3], output: &mut [f32], lo
             for (queries, seen) in problem.tiles(batch) {
                 let (rows, columns) = (queries.len(), seen.len());
                 let tile = first_of(&mut tile, rows * columns);
-                // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `out` or
+                // SAFETY: all indices come from the tensors' sizes; no other group writes this head
+                // of `out` or
                 // `sums`.
                 unsafe {
                     let keys = k.matrix(batch, kv, seen.start).transposed();
@@ -271,7 +272,7 @@ fn forward_into(problem: &Problem, [q, k, v]: [Heads; 3], output: &mut [f32], lo
     });
 }
 
-/// Turns a row of raw scores into probabilities, and returns its log-sum-exp.
+/// Converts a row of raw scores to probabilities, and returns its log-sum-exp.
 fn softmax(problem: &Problem, batch: usize, query: usize, seen: &Range<usize>, row: &mut [f32]) -> f32 {
     let visible = problem.visible(batch, query);
     let (from, to) = (visible.start - seen.start, visible.end - seen.start);
@@ -348,8 +349,8 @@ fn gradients_into(
                 let (rows, columns) = (queries.len(), seen.len());
                 let tile = first_of(&mut tile, rows * columns);
                 let d_tile = first_of(&mut d_tile, rows * columns);
-                // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `dq`, or this
-                // key head of `dk` and `dv`.
+                // SAFETY: all indices come from the tensors' sizes; no other group writes this head
+                // of `dq`, or this key head of `dk` and `dv`.
                 unsafe {
                     let query_rows = q.matrix(batch, head, queries.start);
                     let grad_rows = grad_heads.matrix(batch, head, queries.start);
@@ -409,7 +410,7 @@ fn gradients_into(
     });
 }
 
-/// The first `size` elements of a buffer that grows as needed, with whatever they held.
+/// The first `size` elements of a growing buffer, with arbitrary content.
 fn first_of(buffer: &mut Vec<f32>, size: usize) -> &mut [f32] {
     if buffer.len() < size {
         buffer.resize(size, 0.0);

@@ -22,43 +22,46 @@ use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// Tokens that a sequence may have: kernels count them in 32 bits, with room for a window.
+/// Maximum tokens of a sequence: kernels count them in 32 bits, with room for a window.
 const MOST_TOKENS: usize = 1 << 30;
 
-/// Which keys a query sees: one at the least.
+/// Visible keys of a query: at least one.
 #[derive(Clone, Debug)]
 pub enum AttentionMask<B: Backend> {
-    /// All of them.
+    /// All keys.
     None,
-    /// Those up to its own, the last query standing at the last key; with a window, only that many, its own included.
+    /// Keys up to its own, with the last query at the last key; with a window, only that many, its
+    /// own included.
     Causal {
-        /// Number of keys that a query sees at the most, one or more.
+        /// Maximum visible keys of a query, at least one.
         window: Option<usize>,
     },
-    /// Those up to its position in a cache that may hold more keys than are filled.
+    /// Keys up to its position, in a cache that may have unused space.
     Positions {
-        /// Index of each query's own key, `[batch_size, seq_length]`. One outside `0..keys` counts as the last.
+        /// Index of each query's own key, `[batch_size, seq_length]`. Values outside of `0..keys`
+        /// count as the last.
         positions: Tensor<B, 2, Int>,
-        /// Number of keys that a query sees at the most.
+        /// Maximum visible keys of a query.
         window: Option<usize>,
     },
-    /// The first `lengths` `[batch_size]` of a row padded on the right. A length below one counts as one, and one above the
-    /// number of keys as all of them.
+    /// The first `lengths` `[batch_size]` keys of a row padded on the right. Lengths are clamped to
+    /// at least one and at most the number of keys.
     Lengths(Tensor<B, 1, Int>),
-    /// Those of its own document up to its own, in rows of several documents, as many keys as queries.
+    /// Keys of its own document up to its own, in rows of several documents; as many keys as
+    /// queries.
     Documents {
-        /// Index in its row of the first token of each token's document, `[batch_size, seq_length]`. One outside `0..=i` for token
-        /// `i` counts as `i`.
+        /// Index in its row of the first token of each token's document, `[batch_size,
+        /// seq_length]`. Values outside of `0..=i` for token `i` count as `i`.
         starts: Tensor<B, 2, Int>,
-        /// Number of keys that a query sees at the most.
+        /// Maximum visible keys of a query.
         window: Option<usize>,
     },
 }
 
-/// The numbers of an attention.
+/// Options of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionOptions {
-    /// Factor on the scores, `1 / sqrt(head_dim)` as a rule.
+    /// Scale of the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f64,
     /// Dropout on the probabilities.
     pub dropout: Option<Dropout>,
@@ -70,14 +73,15 @@ impl AttentionOptions {
         Self { scale: 1.0 / (head_dim as f64).sqrt(), dropout: None }
     }
 
-    /// With dropout on the probabilities; row `(batch * n_heads + head) * seq_length + query` of the mask.
+    /// Sets dropout on the probabilities; a query's mask row is `(batch * n_heads + head) *
+    /// seq_length + query`.
     pub fn with_dropout(mut self, dropout: Option<Dropout>) -> Self {
         self.dropout = dropout.filter(|dropout| dropout.probability > 0.0);
         self
     }
 }
 
-/// What the forward pass of attention gives.
+/// Results of the forward pass.
 #[derive(Clone, Debug)]
 pub struct AttentionOutput<B: Backend> {
     /// `[batch_size, seq_length, n_heads, head_dim]`, of the query's dtype.
@@ -88,7 +92,7 @@ pub struct AttentionOutput<B: Backend> {
 
 parts!(AttentionOutput { output, log_sum_exp });
 
-/// What the backward pass of attention gives, each shaped like what it belongs to.
+/// Gradients, each shaped like its tensor.
 #[derive(Clone, Debug)]
 pub struct AttentionGradients<B: Backend> {
     /// `[batch_size, n_heads, seq_length, head_dim]`.
@@ -102,8 +106,8 @@ pub struct AttentionGradients<B: Backend> {
 parts!(AttentionGradients { query, key, value });
 
 impl<B: Backend> AttentionMask<B> {
-    /// Multiplications and additions of `count` products over the scores that are seen, of sizes
-    /// `[batch_size, n_heads, queries, keys, head_dim]`. Where the device alone knows what is seen, all that may be counts.
+    /// FLOP of `count` products over the visible scores, of sizes `[batch_size, n_heads, queries,
+    /// keys, head_dim]`. If only the device knows which are visible, all possible ones count.
     fn products(&self, count: u64, [batch_size, n_heads, queries, keys, head_dim]: [usize; 5]) -> u64 {
         let seen = match self {
             Self::Causal { window } | Self::Documents { window, .. } => {
@@ -115,8 +119,8 @@ impl<B: Backend> AttentionMask<B> {
         2 * count * (batch_size * n_heads * seen * head_dim) as u64
     }
 
-    /// Panics unless the mask is for `seq_length` queries, and as many keys, in each row of `x`, and lets each query see
-    /// some.
+    /// Panics unless the mask suits `seq_length` queries, and as many keys, per row of `x`, and
+    /// every query sees some key.
     #[track_caller]
     fn check(&self, op: &'static str, x: &Part<'_, B::Device>, [batch_size, seq_length, keys]: [usize; 3]) {
         assert!(seq_length.max(keys) <= MOST_TOKENS, "{op}: {} tokens are too many", seq_length.max(keys));
@@ -176,7 +180,7 @@ fn check_packed<'a, B: Backend>(
 }
 
 impl<B: Backend> AttentionOutput<B> {
-    /// Panics unless this is what a forward pass of these sizes gives, and `grad` a gradient of it.
+    /// Panics unless this is the result of a forward pass of these sizes, and `grad` its gradient.
     #[track_caller]
     fn check(
         &self,
@@ -193,7 +197,7 @@ impl<B: Backend> AttentionOutput<B> {
     }
 }
 
-/// What [`attention`] computes with.
+/// Operands of [`attention`].
 #[derive(Clone, Debug)]
 pub struct AttentionForward<B: Backend> {
     /// `[batch_size, n_heads, seq_length, head_dim]`.
@@ -214,7 +218,7 @@ impl<B: Backend> Operands for AttentionForward<B> {
     }
 }
 
-/// What the gradients of [`attention`] are computed with.
+/// Operands of the gradients of [`attention`].
 #[derive(Clone, Debug)]
 pub struct AttentionBackward<B: Backend> {
     /// Gradient of the output, `[batch_size, seq_length, n_heads, head_dim]`.
@@ -225,7 +229,7 @@ pub struct AttentionBackward<B: Backend> {
     pub key: Tensor<B, 4>,
     /// As in the forward pass.
     pub value: Tensor<B, 4>,
-    /// What the forward pass gave.
+    /// From the forward pass.
     pub saved: AttentionOutput<B>,
     /// As in the forward pass.
     pub mask: AttentionMask<B>,
@@ -241,12 +245,12 @@ impl<B: Backend> Operands for AttentionBackward<B> {
     }
 }
 
-/// What [`qkv_attention`] computes with.
+/// Operands of [`qkv_attention`].
 #[derive(Clone, Debug)]
 pub struct QkvAttentionForward<B: Backend> {
     /// `[batch_size, seq_length, width]`.
     pub qkv: Tensor<B, 3>,
-    /// How its heads lie.
+    /// The layout of its heads.
     pub heads: PackedHeads,
     /// Which keys a query sees.
     pub mask: AttentionMask<B>,
@@ -260,7 +264,7 @@ impl<B: Backend> Operands for QkvAttentionForward<B> {
     }
 }
 
-/// What the gradient of [`qkv_attention`] is computed with.
+/// Operands of the gradient of [`qkv_attention`].
 #[derive(Clone, Debug)]
 pub struct QkvAttentionBackward<B: Backend> {
     /// Gradient of the output, `[batch_size, seq_length, n_heads, head_dim]`.
@@ -269,7 +273,7 @@ pub struct QkvAttentionBackward<B: Backend> {
     pub qkv: Tensor<B, 3>,
     /// As in the forward pass.
     pub heads: PackedHeads,
-    /// What the forward pass gave.
+    /// From the forward pass.
     pub saved: AttentionOutput<B>,
     /// As in the forward pass.
     pub mask: AttentionMask<B>,
@@ -286,10 +290,10 @@ impl<B: Backend> Operands for QkvAttentionBackward<B> {
     }
 }
 
-/// Attention on a backend.
+/// Attention of a backend.
 pub trait AttentionOps: ReshapeOps {
-    /// Body of [`attention`], `[batch_size, seq_length, n_heads, head_dim]`; [`Autodiff`](burn::backend::Autodiff) ties
-    /// forward and backward together here.
+    /// [`attention`], `[batch_size, seq_length, n_heads, head_dim]`;
+    /// [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
     fn attention(operands: Checked<AttentionForward<Self>>) -> Tensor<Self, 4> {
         attention_forward(operands).output
     }
@@ -302,7 +306,7 @@ pub trait AttentionOps: ReshapeOps {
         reference::attention_backward(operands.into_inner())
     }
 
-    /// Body of [`qkv_attention`]; otherwise as [`attention`](Self::attention).
+    /// [`qkv_attention`]; otherwise like [`attention`](Self::attention).
     fn qkv_attention(operands: Checked<QkvAttentionForward<Self>>) -> Tensor<Self, 4> {
         qkv_attention_forward(operands).output
     }
@@ -316,18 +320,19 @@ pub trait AttentionOps: ReshapeOps {
     }
 }
 
-/// `softmax(scale * query * key^T) * value` (Vaswani et al., 2017), heads side by side, ready for the output
-/// projection.
+/// `softmax(scale * query * key^T) * value` (Vaswani et al., 2017), with concatenated heads, ready
+/// for the output projection.
 ///
 /// - `query`: `[batch_size, n_heads, seq_length, head_dim]`;
 /// - `key`, `value`: `[batch_size, n_kv_heads, keys, head_dim]`, where `n_kv_heads` divides `n_heads`, and key head
 ///   `j` serves the query heads `j * n_heads / n_kv_heads ..` (Ainslie et al., 2023);
 /// - the result: `[batch_size, seq_length, n_heads * head_dim]` in the dtype of the query.
 ///
-/// Scores, softmax and log-sum-exp are f32. Strided inputs are welcome.
+/// Scores, softmax and log-sum-exp are f32. Inputs may be strided.
 ///
 /// # Panics
-/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide `n_heads`.
+/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide
+/// `n_heads`.
 pub fn attention<B: AttentionOps>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -345,13 +350,14 @@ pub fn attention<B: AttentionOps>(
     B::reshape(output, [batch_size, seq_length, n_heads * head_dim])
 }
 
-/// The weights that [`attention`] gives each key, without dropout: f32 `[batch_size, n_heads, seq_length, keys]`, whose
-/// rows sum to one. For looking at: attention itself never writes them out.
+/// The weights that [`attention`] gives each key, without dropout: f32 `[batch_size, n_heads,
+/// seq_length, keys]`, whose rows sum to one. For inspection: attention itself never stores them.
 ///
-/// Operands are as in [`attention`], on every backend by the reference.
+/// Operands as in [`attention`]; computed by the reference on every backend.
 ///
 /// # Panics
-/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide `n_heads`.
+/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide
+/// `n_heads`.
 pub fn attention_weights<B: AttentionOps>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -364,8 +370,8 @@ pub fn attention_weights<B: AttentionOps>(
     reference::attention_weights(operands.into_inner())
 }
 
-/// What attention over packed heads moves and computes: two products forward; five backward, which also reads output and
-/// gradient, and writes a gradient as large as `qkv`.
+/// Bytes and FLOP of attention over packed heads: two products forward; five backward, which also
+/// reads output and gradient, and writes a gradient as large as `qkv`.
 fn packed_call<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads, mask: &AttentionMask<B>, backward: bool) -> Call {
     let [batch_size, seq_length, width] = qkv.dims();
     let PackedHeads { n_heads, head_dim, .. } = heads;
@@ -378,18 +384,19 @@ fn packed_call<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads, mask: &Attent
     }
 }
 
-/// [`attention`] with its heads apart, as a part of another operation.
+/// [`attention`] with separate heads, as a part of another operation.
 pub(crate) fn attention_heads<B: AttentionOps>(operands: AttentionForward<B>) -> Tensor<B, 4> {
     call!(B: AttentionOps::attention(Checked::new(operands)))
 }
 
-/// [`attention`] of queries, keys and values that lie in one tensor, as their joint projection leaves them.
+/// [`attention`] of packed queries, keys and values, the output of a joint projection.
 ///
 /// `qkv` is `[batch_size, seq_length, (n_heads + 2 * n_kv_heads) * head_dim]`; the result is
-/// `[batch_size, seq_length, n_heads * head_dim]` in its dtype. The gradient comes back packed, too.
+/// `[batch_size, seq_length, n_heads * head_dim]` in its dtype. The gradient is packed, too.
 ///
 /// # Panics
-/// If `qkv` is of another width than `heads`, the mask is of another shape, or `n_kv_heads` does not divide `n_heads`.
+/// If the width of `qkv` does not match `heads`, the mask has another shape, or `n_kv_heads` does
+/// not divide `n_heads`.
 pub fn qkv_attention<B: AttentionOps>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,

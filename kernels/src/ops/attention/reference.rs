@@ -1,4 +1,4 @@
-//! Attention from small operations, with the scores written out.
+//! Attention from basic operations, with stored scores.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
@@ -38,7 +38,8 @@ pub(super) fn attention_weights<B: Backend>(operands: AttentionForward<B>) -> Te
     exponentials.clone() / exponentials.sum_dim(3)
 }
 
-/// Reference backward of [`attention`](crate::attention()): the probabilities are computed again from the log-sum-exp.
+/// Reference backward of [`attention`](crate::attention()): recomputes the probabilities from the
+/// log-sum-exp.
 pub fn attention_backward<B: Backend>(operands: AttentionBackward<B>) -> AttentionGradients<B> {
     let AttentionBackward { grad, query, key, value, saved, mask, options } = operands;
     let dims = query.dims();
@@ -62,14 +63,16 @@ pub fn attention_backward<B: Backend>(operands: AttentionBackward<B>) -> Attenti
     }
 }
 
-/// Reference forward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention()).
+/// Reference forward of [`qkv_attention`](crate::qkv_attention), by
+/// [`attention`](crate::attention()).
 pub fn qkv_attention_forward<B: AttentionOps>(operands: QkvAttentionForward<B>) -> AttentionOutput<B> {
     let QkvAttentionForward { qkv, heads, mask, options } = operands;
     let [query, key, value] = heads.split(qkv);
     forward_entry(Checked::new(AttentionForward { query, key, value, mask, options }))
 }
 
-/// Reference backward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention()).
+/// Reference backward of [`qkv_attention`](crate::qkv_attention), by
+/// [`attention`](crate::attention()).
 pub fn qkv_attention_backward<B: AttentionOps>(operands: QkvAttentionBackward<B>) -> Tensor<B, 3> {
     let QkvAttentionBackward { grad, qkv, heads, saved, mask, options } = operands;
     let [query, key, value] = heads.split(qkv);
@@ -77,8 +80,8 @@ pub fn qkv_attention_backward<B: AttentionOps>(operands: QkvAttentionBackward<B>
     heads.join([gradients.query, gradients.key, gradients.value])
 }
 
-/// `[batch_size, n_heads, rows, columns]` with the heads of a group one under the other:
-/// `[batch_size, n_kv_heads, group * rows, columns]`, so that no key or value is repeated.
+/// `[batch_size, n_heads, rows, columns]` with the heads of a group stacked, `[batch_size,
+/// n_kv_heads, group * rows, columns]`, so that keys and values need no repetition.
 fn grouped<B: Backend>(x: Tensor<B, 4>, n_kv_heads: usize) -> Tensor<B, 4> {
     let [batch_size, n_heads, rows, columns] = x.dims();
     if n_heads == n_kv_heads {
@@ -87,7 +90,7 @@ fn grouped<B: Backend>(x: Tensor<B, 4>, n_kv_heads: usize) -> Tensor<B, 4> {
     x.reshape([batch_size, n_kv_heads, n_heads / n_kv_heads * rows, columns])
 }
 
-/// Scaled scores, f32 `[batch_size, n_heads, seq_length, keys]`, hidden ones at [`MASKED`].
+/// Scaled scores, f32 `[batch_size, n_heads, seq_length, keys]`, masked ones at [`MASKED`].
 fn scores<B: Backend>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -106,7 +109,7 @@ fn scores<B: Backend>(
     }
 }
 
-/// Which scores are hidden, `[batch_size or 1, 1, seq_length, keys]`, where any are.
+/// The masked scores, `[batch_size or 1, 1, seq_length, keys]`, if any.
 fn hidden<B: Backend>(
     mask: &AttentionMask<B>,
     seq_length: usize,
@@ -129,7 +132,7 @@ fn hidden<B: Backend>(
     };
     match mask {
         AttentionMask::None => None,
-        // A single query standing at the last key sees them all.
+        // A single query at the last key sees all keys.
         AttentionMask::Causal { window: None } if seq_length == 1 => None,
         AttentionMask::Causal { window } => {
             let first = keys as i64 - seq_length as i64;

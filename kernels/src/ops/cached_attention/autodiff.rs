@@ -1,4 +1,5 @@
-//! Cached attention is for inference: in the graph it is the reference, of operations that have gradients.
+//! Cached attention is for inference: in the graph it runs its reference, whose operations have
+//! gradients.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage};
 use crate::checked::Checked;
 use crate::cpu::{Values, Words, clamp_index, exp, integers, max_of, sum_of, tensor, vectorised, words_tensor, zeros};
 use crate::ops::attention::AttentionOptions;
@@ -61,12 +61,12 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
     tensor(output, [tokens, n_heads, head_dim])
 }
 
-/// Writes the heads from `first` on of each of the tokens in `qkv` to where they stand in the pages of their rows.
-fn append(held: &mut Held<NdArray>, qkv: &[f32], heads: PackedHeads, first: usize, rows: &[CachedRow]) {
+/// Writes the heads from `first` on of each token in `qkv` to the pages of its row.
+fn append(held: &mut KvStorage<NdArray>, qkv: &[f32], heads: PackedHeads, first: usize, rows: &[CachedRow]) {
     let PackedHeads { n_kv_heads, head_dim, .. } = heads;
     let dims = held.dims();
     let page_tokens = dims[2];
-    // Where each head of a token goes, counted in heads, and what it is.
+    // Destination of each head of a token, in heads, and its values.
     let places = rows.iter().flat_map(|row| (row.keys - row.tokens..row.keys).map(move |place| (row, place)));
     let heads = places.zip(qkv.chunks_exact(heads.width())).flat_map(|((CachedRow { pages, .. }, place), token)| {
         let page = pages[place / page_tokens] as usize;
@@ -76,12 +76,12 @@ fn append(held: &mut Held<NdArray>, qkv: &[f32], heads: PackedHeads, first: usiz
         })
     });
     match held {
-        Held::Float(floats) => floats.inplace(|floats| {
+        KvStorage::Float(floats) => floats.inplace(|floats| {
             let mut values = Values::rows(floats).into_vec();
             heads.for_each(|(line, head)| values[line * head_dim..][..head_dim].copy_from_slice(head));
             tensor(values, dims)
         }),
-        Held::Int8 { packed, scales } => {
+        KvStorage::Int8 { packed, scales } => {
             let (words_each, shapes) = (head_dim / PACKED, (packed.dims(), scales.dims()));
             packed.inplace(|packed| {
                 let mut words = Words::of(packed).into_vec();
@@ -105,10 +105,10 @@ enum Stored {
 }
 
 impl Stored {
-    fn of(held: &Held<NdArray>) -> Self {
+    fn of(held: &KvStorage<NdArray>) -> Self {
         match held {
-            Held::Float(floats) => Self::Float(Values::rows(floats.clone())),
-            Held::Int8 { packed, scales } => {
+            KvStorage::Float(floats) => Self::Float(Values::rows(floats.clone())),
+            KvStorage::Int8 { packed, scales } => {
                 Self::Int8 { words: Words::of(packed.clone()), scales: Values::rows(scales.clone()) }
             }
         }
@@ -126,7 +126,7 @@ struct Pages<'a> {
 }
 
 impl Pages<'_> {
-    /// Calls `work` with what the lines `range` of a head in a page are.
+    /// Calls `work` with the elements of lines `range` of a head in a page.
     #[inline(always)]
     fn lines(&self, of: &Stored, page: u32, head: usize, range: Range<usize>, mut work: impl FnMut(usize, &[f32])) {
         let first = (page as usize * self.n_kv_heads + head) * self.page_tokens;
@@ -160,7 +160,8 @@ impl Pages<'_> {
         }
     }
 
-    /// The keys or values of a row side by side, `[n_kv_heads, used pages * page_tokens, head_dim]`.
+    /// The keys or values of a row, concatenated: `[n_kv_heads, used pages * page_tokens,
+    /// head_dim]`.
     fn side_by_side(&self, of: &Stored, row: &CachedRow) -> Vec<f32> {
         let used = &row.pages[..row.keys.div_ceil(self.page_tokens)];
         let mut all = Vec::with_capacity(self.n_kv_heads * used.len() * self.page_tokens * self.head_dim);
@@ -173,13 +174,13 @@ impl Pages<'_> {
     }
 }
 
-/// Attention of packed queries `[tokens, width]`, those of one row behind those of another, each over the keys of its row:
-/// `[tokens, n_heads, head_dim]`.
+/// Attention of packed queries `[tokens, width]`, concatenated by row, each over the keys of its
+/// row: `[tokens, n_heads, head_dim]`.
 fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], window: Option<usize>) -> Vec<f32> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
     let mut output = zeros(qkv.len() / heads.width() * n_heads * head_dim);
     let (mut qkv, mut out) = (qkv, &mut output[..]);
-    // Query heads that share a key head, of rows of one new token.
+    // Query heads that share a key head, of rows with one new token.
     let mut groups = Vec::new();
     let group = n_heads / n_kv_heads * head_dim;
     for row in rows {
@@ -203,8 +204,8 @@ fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], 
     output
 }
 
-/// Attention of the query heads `query` of one token, which share the key head `head`, over all keys of its row: into `out`.
-/// Nothing is copied, and the sums do not depend on where pages end.
+/// Attention of one token's query heads `query`, which share the key head `head`, over all keys of
+/// its row: into `out`. Copies nothing, and sums do not depend on page boundaries.
 #[inline(always)]
 fn attend_one(query: &[f32], held: Pages<'_>, row: &CachedRow, head: usize, window: Option<usize>, out: &mut [f32]) {
     let head_dim = held.head_dim;

@@ -1,4 +1,4 @@
-//! What kernels that take the rows of a pass together read beside its positions and pages.
+//! Index lists for kernels over all rows of a pass, besides its positions and pages.
 
 #[cfg(feature = "cuda")]
 use std::cmp::Reverse;
@@ -11,7 +11,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use super::TILE;
 use super::{CachedRow, CachedTokens};
 
-/// Lists on the device, each made when it is first asked for, and so once for all layers.
+/// Device lists, each computed on first use and shared by all layers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Lists<B: Backend> {
     rows: OnceLock<Tensor<B, 1, Int>>,
@@ -28,7 +28,8 @@ impl<B: Backend> CachedTokens<B> {
         })
     }
 
-    /// Tiles of [`TILE`] new tokens, or fewer at the end of a row, of all rows that have several: four numbers each, see [`tiles`].
+    /// Tiles of up to [`TILE`] new tokens of rows that have several: four numbers each, see
+    /// [`tiles`].
     #[cfg(feature = "cuda")]
     pub(crate) fn tiles(&self) -> &Tensor<B, 1, Int> {
         self.lists.tiles.get_or_init(|| self.list(tiles(&self.rows, self.window).concat()))
@@ -41,8 +42,8 @@ impl<B: Backend> CachedTokens<B> {
     }
 }
 
-/// Of each tile: its first token among all new ones, how many tokens it has, the first one's index in its row, and the row. Tiles
-/// that see most keys come first.
+/// For each tile: its first token among all new ones, its number of tokens, the first token's index
+/// in its row, and the row. Tiles with most keys come first.
 #[cfg(feature = "cuda")]
 fn tiles(rows: &[CachedRow], window: Option<usize>) -> Vec<[usize; 4]> {
     let mut tiles = Vec::new();
@@ -70,7 +71,7 @@ mod tests {
         let row = |tokens, keys| CachedRow { pages: [0].into(), tokens, keys };
         let rows = [row(1, 900), row(130, 130), row(3, 400), row(128, 1000)];
         assert_eq!(tiles(&rows, None), [[134, 128, 872, 3], [131, 3, 397, 2], [129, 2, 128, 1], [1, 128, 0, 1]]);
-        // With a window, a tile of few tokens sees few keys wherever it stands.
+        // With a window, a tile of few tokens sees few keys anywhere.
         assert_eq!(tiles(&rows, Some(50)), [[134, 128, 872, 3], [1, 128, 0, 1], [131, 3, 397, 2], [129, 2, 128, 1]]);
     }
 }

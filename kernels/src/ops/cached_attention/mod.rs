@@ -1,4 +1,4 @@
-//! Attention of new tokens over all tokens so far, whose keys and values lie in pages on the device.
+//! Attention of new tokens over all tokens so far, with keys and values in pages on the device.
 //!
 //! ```text
 //! the cache of a layer    page 0     page 1     page 2     page 3       page_tokens keys and values each
@@ -7,8 +7,8 @@
 //! row 1: page 3                                            0 .. 4        5 tokens
 //! ```
 //!
-//! A row takes a page when it has none left to write to, so that rows of all lengths share one cache; rows that begin with the
-//! same tokens can share the pages of these (Kwon et al., 2023, "PagedAttention").
+//! A row takes a page when its last one is full, so that rows of all lengths share one cache. Rows
+//! with a common prefix can share its pages (Kwon et al., 2023, "PagedAttention").
 
 mod autodiff;
 mod cache;
@@ -25,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-pub(crate) use self::cache::Held;
+pub(crate) use self::cache::KvStorage;
 pub use self::cache::{CacheDType, LayerCache};
 use super::attention::AttentionOps;
 use super::norm::{Norm, NormKind, NormOps};
@@ -38,11 +38,11 @@ use crate::rehearsal;
 use crate::selection::dispatch;
 use crate::tensor::{padded_rows, row_after_row};
 
-/// New tokens of a row that a kernel takes together.
+/// New tokens per tile of a kernel.
 #[cfg(feature = "cuda")]
 pub(crate) const TILE: usize = 128;
 
-/// What happens to queries and keys before they meet.
+/// Processing of queries and keys before attention.
 #[derive(Clone, Debug)]
 pub struct Placement<B: Backend> {
     /// RMS norm of each query head, over `head_dim`.
@@ -56,26 +56,26 @@ pub struct Placement<B: Backend> {
 /// A row of the cache in one pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CachedRow {
-    /// The pages that it has, in the order of its tokens.
+    /// Its pages, in the order of its tokens.
     pub pages: Arc<[u32]>,
-    /// Its new tokens, which stand behind all that it has.
+    /// Number of new tokens, which follow all earlier ones.
     pub tokens: usize,
-    /// Tokens that it has then, the new ones included.
+    /// Number of tokens, the new ones included.
     pub keys: usize,
 }
 
-/// Where the new tokens of a pass stand: those of the first row, then those of the second, and so on.
+/// Positions of a pass's new tokens, concatenated by row.
 #[derive(Clone, Debug)]
 pub struct CachedTokens<B: Backend> {
     pub(crate) rows: Vec<CachedRow>,
     /// Index of each new token in its row, `[1, tokens]`.
     pub(crate) positions: Tensor<B, 2, Int>,
-    /// The pages of each row, `[rows, most]`; behind those that a row has, the first page.
+    /// The pages of each row, `[rows, most]`, padded with the first page.
     pub(crate) pages: Tensor<B, 2, Int>,
     pub(crate) window: Option<usize>,
-    /// Positions of one token more of each row, `[1, rows]`, where something computed them.
+    /// Positions of the next token of each row, `[1, rows]`, if computed.
     following: Option<Tensor<B, 2, Int>>,
-    /// The tokens of a page for which no page that a row writes into was found to be another's, too.
+    /// The page size for which written pages were checked to be unshared.
     apart: OnceLock<usize>,
     #[cfg(feature = "cubecl")]
     lists: lists::Lists<B>,
@@ -95,8 +95,9 @@ impl<B: Backend> CachedTokens<B> {
         }
     }
 
-    /// Panics unless the page that each row writes into, and those behind it, are that row's alone: kernels write the cells of
-    /// a pass's tokens all at once. It is looked at once for these tokens, and holds as their rows grow in their pages.
+    /// Panics unless the pages that each row writes are its own: kernels write all tokens of a pass
+    /// concurrently. Checked once for these tokens, and still valid as rows grow within their
+    /// pages.
     #[track_caller]
     pub(crate) fn assert_apart(&self, op: &'static str, page_tokens: usize) {
         if self.apart.get() == Some(&page_tokens) {
@@ -117,10 +118,11 @@ impl<B: Backend> CachedTokens<B> {
         let _ = self.apart.set(page_tokens);
     }
 
-    /// Of these rows, each token of which sees `window` keys at the most, its own included. Positions and pages go to the device.
+    /// For these rows, whose tokens see at most `window` keys, their own included. Uploads
+    /// positions and pages.
     ///
     /// # Panics
-    /// If there are no rows, or one has no new tokens, or more than it has tokens, or no pages.
+    /// If there are no rows, or a row has no new tokens, more new tokens than tokens, or no pages.
     pub fn new(rows: Vec<CachedRow>, window: Option<usize>, device: &B::Device) -> Self {
         assert_rows(&rows);
         let places = rows.iter().flat_map(|row| row.keys - row.tokens..row.keys).map(|place| place as i32);
@@ -131,7 +133,7 @@ impl<B: Backend> CachedTokens<B> {
         Self::of(rows, positions, pages, window)
     }
 
-    /// The same rows with one more token each. Where their pages are the same, nothing goes to the device.
+    /// The same rows with one more token each. Uploads nothing if their pages are the same.
     ///
     /// # Panics
     /// If these are not single tokens, or `rows` are not the same rows with one more.
@@ -153,8 +155,8 @@ impl<B: Backend> CachedTokens<B> {
         Self { apart, ..Self::of(rows, positions, pages, self.window) }
     }
 
-    /// The last tokens after so many steps of a token each, of which these were the first: where they stand, and the positions that
-    /// [`next`](Self::next) has, `[1, rows]` each, as a backend computed them.
+    /// The last tokens after `steps` single-token steps that started with these: their positions,
+    /// and those for [`next`](Self::next), `[1, rows]` each, as computed by the backend.
     pub(crate) fn after(&self, steps: usize, [positions, following]: [Tensor<B, 2, Int>; 2]) -> Self {
         let count = self.rows.len();
         let fits = positions.dims() == [1, count] && following.dims() == [1, count];
@@ -167,7 +169,7 @@ impl<B: Backend> CachedTokens<B> {
         }
     }
 
-    /// The last token of each row, alone: what [`next`](Self::next) goes on from.
+    /// Only the last token of each row, for [`next`](Self::next).
     pub fn last(&self) -> Self {
         if self.rows.iter().all(|row| row.tokens == 1) {
             return self.clone();
@@ -179,7 +181,8 @@ impl<B: Backend> CachedTokens<B> {
         Self { apart: self.apart.clone(), ..Self::of(rows, positions, self.pages.clone(), self.window) }
     }
 
-    /// The same tokens in a layer in which each sees `window` keys at the most, its own included. Nothing goes to the device.
+    /// The same tokens in a layer where each sees at most `window` keys, its own included. Uploads
+    /// nothing.
     pub fn with_window(&self, window: Option<usize>) -> Self {
         if window == self.window {
             return self.clone();
@@ -216,18 +219,18 @@ fn page_table<B: Backend>(rows: &[CachedRow], device: &B::Device) -> Tensor<B, 2
     padded_rows(&pages, 0, device)
 }
 
-/// What [`cached_attention`] computes with.
+/// Operands of [`cached_attention`].
 #[derive(Debug)]
 pub struct CachedAttention<'a, B: Backend> {
     /// `[tokens, width]`.
     pub qkv: Tensor<B, 2>,
-    /// How its heads lie.
+    /// The layout of its heads.
     pub heads: PackedHeads,
-    /// What happens to queries and keys.
+    /// Processing of queries and keys.
     pub placement: Placement<B>,
-    /// Where the new tokens stand.
+    /// Positions of the new tokens.
     pub at: &'a CachedTokens<B>,
-    /// Where keys and values go.
+    /// The layer's cache.
     pub cache: &'a mut LayerCache<B>,
 }
 
@@ -241,7 +244,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         let [pages, _, page_tokens, _] = self.cache.dims();
         self.cache.check(op, [n_kv_heads, head_dim], &qkv);
         for held in [&self.cache.keys, &self.cache.values] {
-            if let Held::Float(floats) = held {
+            if let KvStorage::Float(floats) = held {
                 part(op, "cache", floats).alike(&qkv);
             }
         }
@@ -274,7 +277,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
     }
 }
 
-/// Cached attention on a backend. It has no gradient.
+/// Cached attention of a backend. It has no gradient.
 pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
     /// Body of [`cached_attention`]: `[tokens, n_heads, head_dim]`.
     fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 3> {
@@ -282,15 +285,16 @@ pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
     }
 }
 
-/// Causal [`attention`](crate::attention()) of the new tokens in `qkv` `[tokens, width]`, as their joint projection leaves
-/// them, each over those of its row in `cache` and itself: `[tokens, n_heads * head_dim]`.
+/// Causal [`attention`](crate::attention()) of new tokens, packed in `qkv` `[tokens, width]`, each
+/// over itself and the earlier tokens of its row in `cache`: `[tokens, n_heads * head_dim]`.
 ///
-/// Queries and keys are placed, keys and values written into the pages of their rows, on the device. Rows may have any
-/// number of new tokens, and be of any length.
+/// Places queries and keys, and writes keys and values to the pages of their rows, on the device.
+/// Rows may have any number of new tokens and any length.
 ///
 /// # Panics
-/// If the sizes do not fit each other, a row has more tokens than its pages hold, or a page that a row writes into is listed
-/// twice; or in a rehearsal of [`compile_ahead`](crate::compile_ahead()), where the cache would keep what means nothing.
+/// If sizes do not fit, a row has more tokens than its pages hold, or a page that a row writes is
+/// listed twice; or in a rehearsal of [`compile_ahead`](crate::compile_ahead()), which would
+/// corrupt the cache.
 pub fn cached_attention<B: CachedAttentionOps>(
     qkv: Tensor<B, 2>,
     heads: PackedHeads,
@@ -305,7 +309,7 @@ pub fn cached_attention<B: CachedAttentionOps>(
         let seen = |row: &CachedRow| at.window.map_or(row.keys, |window| window.min(row.keys));
         let read: usize = at.rows.iter().map(seen).sum();
         let pairs: usize = at.rows.iter().map(|row| row.tokens * seen(row)).sum();
-        // Keys and values that are seen, and the output beside the heads.
+        // Visible keys and values, and the output besides the heads.
         let cached = 2 * n_kv_heads * read * cache.head_bytes();
         let output = qkv.bytes() * n_heads as u64 / (n_heads + 2 * n_kv_heads) as u64;
         let flops = 4 * n_heads * pairs * head_dim;
@@ -317,8 +321,8 @@ pub fn cached_attention<B: CachedAttentionOps>(
     for (part, scale, held) in [("keys", "key_scales", &mut cache.keys), ("values", "value_scales", &mut cache.values)]
     {
         match held {
-            Held::Float(floats) => mutation::state("cached_attention", part, floats),
-            Held::Int8 { packed, scales } => {
+            KvStorage::Float(floats) => mutation::state("cached_attention", part, floats),
+            KvStorage::Int8 { packed, scales } => {
                 mutation::state("cached_attention", part, packed);
                 mutation::state("cached_attention", scale, scales);
             }

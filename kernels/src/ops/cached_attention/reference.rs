@@ -1,9 +1,9 @@
-//! Cached attention from the operations it is made of.
+//! Cached attention from basic operations.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, DType, FloatDType, Int, Tensor};
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage};
 use crate::ops::attention::{AttentionForward, AttentionMask, AttentionOptions, attention_heads};
 use crate::ops::norm::{Norm, norm_rows};
 use crate::ops::reshape::{as_dims, as_rows};
@@ -11,9 +11,10 @@ use crate::ops::rotary::rotary_heads;
 use crate::ops::weight::Dequantize;
 use crate::ops::weight::reference::dequantize;
 use crate::quant::int8::PACKED;
-use crate::quant::{Format, QuantizedWeight};
+use crate::quant::{Format, QuantizedWeight, RowOrder};
 
-/// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads, head_dim]`.
+/// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads,
+/// head_dim]`.
 pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 3> {
     let CachedAttention { qkv, heads, placement, at, cache } = operands;
     let dtype = FloatDType::from(qkv.dtype());
@@ -29,8 +30,8 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
             None => x,
         }
     };
-    // A number is rounded to its byte only once.
-    let key = if matches!(cache.keys, Held::Int8 { .. }) { key.cast(DType::F32) } else { key };
+    // Rounds to INT8 only once.
+    let key = if matches!(cache.keys, KvStorage::Int8 { .. }) { key.cast(DType::F32) } else { key };
     let (query, key) = (place(query, placement.query_norm), place(key, placement.key_norm));
     let mut first = 0;
     let output = at.rows.iter().map(|row| {
@@ -45,11 +46,11 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
     Tensor::cat(output.collect(), 1).squeeze_dim(0)
 }
 
-/// Writes the keys or values `new` `[1, n_kv_heads, tokens, head_dim]` to the end of a row.
-fn write<B: Backend>(held: &mut Held<B>, new: Tensor<B, 4>, row: &CachedRow) {
+/// Appends the keys or values `new` `[1, n_kv_heads, tokens, head_dim]` to a row.
+fn write<B: Backend>(held: &mut KvStorage<B>, new: Tensor<B, 4>, row: &CachedRow) {
     match held {
-        Held::Float(floats) => floats.inplace(|floats| written(floats, new, row)),
-        Held::Int8 { packed, scales } => {
+        KvStorage::Float(floats) => floats.inplace(|floats| written(floats, new, row)),
+        KvStorage::Int8 { packed, scales } => {
             let (words, scale) = quantized(new);
             packed.inplace(|packed| written(packed, words, row));
             scales.inplace(|scales| written(scales.unsqueeze_dim(3), scale, row).squeeze_dim(3));
@@ -57,7 +58,7 @@ fn write<B: Backend>(held: &mut Held<B>, new: Tensor<B, 4>, row: &CachedRow) {
     }
 }
 
-/// The pages `held` with `new` `[1, n_kv_heads, tokens, columns]` at the end of a row.
+/// The pages `held` with `new` `[1, n_kv_heads, tokens, columns]` appended to a row.
 fn written<B: Backend, K: BasicOps<B>>(
     mut held: Tensor<B, 4, K>,
     new: Tensor<B, 4, K>,
@@ -76,7 +77,7 @@ fn written<B: Backend, K: BasicOps<B>>(
     held
 }
 
-/// Heads `[.., head_dim]` as words of bytes, and the scale of each, `[.., 1]`.
+/// Heads `[.., head_dim]` as packed bytes, with the scale of each, `[.., 1]`.
 fn quantized<B: Backend>(heads: Tensor<B, 4>) -> (Tensor<B, 4, Int>, Tensor<B, 4>) {
     let [rows, n_heads, tokens, head_dim] = heads.dims();
     let heads = heads.cast(DType::F32);
@@ -84,7 +85,7 @@ fn quantized<B: Backend>(heads: Tensor<B, 4>) -> (Tensor<B, 4, Int>, Tensor<B, 4
     let scales = (largest.clone() / 127.0).mask_fill(largest.equal_elem(0.0), 1.0);
     let bytes = (heads / scales.clone()).round().clamp(-127.0, 127.0).int().cast(DType::I32);
     let bytes = bytes.reshape([rows * n_heads, tokens, head_dim / PACKED, PACKED]);
-    // The highest byte has the sign of the word; the others count from 0 to 255.
+    // The highest byte has the sign of the word; the others are 0 to 255.
     let words = (0..PACKED).map(|at| {
         let byte = bytes.clone().narrow(3, at, 1);
         let below = byte.clone().lower_elem(0);
@@ -96,21 +97,21 @@ fn quantized<B: Backend>(heads: Tensor<B, 4>) -> (Tensor<B, 4, Int>, Tensor<B, 4
 }
 
 /// All keys or values of a row in `dtype`, `[1, n_kv_heads, keys, head_dim]`.
-fn all_of<B: Backend>(held: &Held<B>, row: &CachedRow, dtype: FloatDType) -> Tensor<B, 4> {
+fn all_of<B: Backend>(held: &KvStorage<B>, row: &CachedRow, dtype: FloatDType) -> Tensor<B, 4> {
     match held {
-        Held::Float(floats) => side_by_side(floats, row),
-        Held::Int8 { packed, scales } => {
+        KvStorage::Float(floats) => side_by_side(floats, row),
+        KvStorage::Int8 { packed, scales } => {
             let (packed, scales) = (side_by_side(packed, row), side_by_side(&scales.clone().unsqueeze_dim(3), row));
             let [_, n_kv_heads, keys, words] = packed.dims();
             let lines = n_kv_heads * keys;
             let (packed, scales) = (packed.reshape([lines, words]), scales.reshape([lines]));
-            let weight = QuantizedWeight { packed, scales, format: Format::Int8 };
+            let weight = QuantizedWeight { packed, scales: Some(scales), format: Format::Int8, order: RowOrder::Rows };
             dequantize(Dequantize { weight, dtype }).reshape([1, n_kv_heads, keys, words * PACKED])
         }
     }
 }
 
-/// What a row has in the pages `held`, `[1, n_kv_heads, keys, columns]`.
+/// The used part of a row in the pages `held`, `[1, n_kv_heads, keys, columns]`.
 fn side_by_side<B: Backend, K: BasicOps<B>>(held: &Tensor<B, 4, K>, row: &CachedRow) -> Tensor<B, 4, K> {
     let used = row.keys.div_ceil(held.dims()[2]);
     let pages = row.pages[..used].iter().map(|page| held.clone().narrow(0, *page as usize, 1)).collect();

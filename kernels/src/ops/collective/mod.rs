@@ -174,7 +174,8 @@ pub trait CollectiveOps: Backend {
     }
 }
 
-/// The sums over all ranks of each of `tensors`, the same on every rank. Of one rank these are the tensors as they are.
+/// The sums over all ranks of each of `tensors`, the same on every rank. Of one rank these are the
+/// tensors as they are.
 ///
 /// All are of one dtype, f32, f16 or bf16, in which NCCL adds them; through hosts they are added in f32.
 ///

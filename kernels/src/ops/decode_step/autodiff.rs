@@ -1,4 +1,4 @@
-//! Whole decode steps are for inference: in the graph there are none.
+//! Fused decode steps are for inference: the graph has none.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

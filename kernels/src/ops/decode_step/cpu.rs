@@ -1,4 +1,4 @@
-//! On the CPU a launch costs nothing that a whole step would save.
+//! On the CPU, fusing a whole step saves nothing.
 
 use burn::backend::NdArray;
 

@@ -1,4 +1,4 @@
-//! Whole decode steps on CubeCL's devices: those of CUDA that the kernel is written for.
+//! Fused decode steps on CubeCL devices: those of CUDA with a kernel.
 
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};

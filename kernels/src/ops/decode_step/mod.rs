@@ -1,7 +1,8 @@
-//! One token more of each row through all blocks at once, or several one after another, where a backend has a kernel for the model.
+//! Decode steps of a whole model in one operation: one token per row, or several one after another,
+//! if a backend has a kernel for the model.
 //!
-//! There is no reference beside it: a backend that declines leaves the blocks to be computed operation by operation, and that is
-//! what the result is compared with.
+//! There is no reference: if a backend declines, the blocks are computed operation by operation,
+//! which is also what tests compare with.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -32,7 +33,7 @@ use crate::rehearsal;
 use crate::selection::reference_only;
 use crate::tensor::padded_rows;
 
-/// Why a backend leaves a model's blocks to be computed operation by operation.
+/// Why a backend declines a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Declined(String);
 
@@ -45,13 +46,13 @@ impl std::fmt::Display for Declined {
 impl std::error::Error for Declined {}
 
 impl Declined {
-    /// For a reason.
+    /// With a reason.
     pub fn new(reason: impl Into<String>) -> Self {
         Self(reason.into())
     }
 }
 
-/// A block whose norms stand before its layers.
+/// A pre-norm block.
 #[derive(Clone, Debug)]
 pub struct DecodeBlock<B: Backend> {
     /// Before attention.
@@ -60,7 +61,7 @@ pub struct DecodeBlock<B: Backend> {
     pub qkv: Weight<B>,
     /// Their bias.
     pub qkv_bias: Option<Tensor<B, 1>>,
-    /// What happens to queries and keys; the rotation is the same in each block.
+    /// Placement of queries and keys; the rotation is the same in each block.
     pub placement: Placement<B>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
     pub output: Weight<B>,
@@ -68,7 +69,7 @@ pub struct DecodeBlock<B: Backend> {
     pub output_bias: Option<Tensor<B, 1>>,
     /// Before the feed-forward layer.
     pub feed_forward_norm: Norm<B>,
-    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where the activation gates.
+    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` if gated.
     pub up: Weight<B>,
     /// Its bias.
     pub up_bias: Option<Tensor<B, 1>>,
@@ -78,31 +79,31 @@ pub struct DecodeBlock<B: Backend> {
     pub down_bias: Option<Tensor<B, 1>>,
 }
 
-/// What [`decode_step`] computes with, but for the tokens and the cache.
+/// The model in [`decode_step`].
 #[derive(Clone, Debug)]
 pub struct DecodeModel<B: Backend> {
     /// `[vocab_size, d_model]`.
     pub embedding: Weight<B>,
-    /// A row for each position, `[positions, d_model]`.
+    /// Position embeddings, `[positions, d_model]`.
     pub position_embedding: Option<Tensor<B, 2>>,
     /// Output projection, `[vocab_size, d_model]`.
     pub head: Weight<B>,
-    /// From the first to the last.
+    /// In order.
     pub blocks: Vec<DecodeBlock<B>>,
     /// After the last.
     pub final_norm: Norm<B>,
-    /// How queries, keys and values lie in their projection.
+    /// The layout of the joint projection.
     pub heads: PackedHeads,
     /// Between the projections of the feed-forward layers.
     pub activation: Activation,
     /// The dtype of hidden states.
     pub activations: FloatDType,
-    /// Keys that a token sees at the most, its own included.
+    /// Maximum visible keys of a token, its own included.
     pub window: Option<usize>,
 }
 
 impl<B: Backend> DecodeModel<B> {
-    /// Positions that its tables have.
+    /// Number of positions in its tables.
     fn positions(&self) -> usize {
         let rotary = self.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
         let rotary = rotary.map(|table| table.cos.dims()[0]);
@@ -110,41 +111,42 @@ impl<B: Backend> DecodeModel<B> {
     }
 }
 
-/// What a backend has made ready for a model and a cache. It holds both: as long as it is there, their memory is theirs.
+/// A backend's prepared state for a model and a cache, both of which it keeps alive.
 #[derive(Debug)]
 pub struct DecodePlan<B: Backend> {
     model: DecodeModel<B>,
     body: DecodeBody,
-    /// Of the cache of each layer.
+    /// Size of each layer's cache.
     cache_dims: [usize; 4],
-    /// The caches, whose addresses the body may have.
+    /// The caches, whose addresses the body may hold.
     cache_ids: Vec<u64>,
 }
 
-/// A backend's own part of a plan.
+/// A backend's part of a plan.
 #[derive(Debug)]
 pub struct DecodeBody {
-    /// The most rows of a step.
+    /// Maximum rows of a step.
     pub most_rows: usize,
-    /// The most rows of a step that has the head in it.
+    /// Maximum rows of a step that includes the output head.
     pub head_rows: usize,
-    /// The most steps of a launch, by its rows and whether they draw.
+    /// Maximum steps per launch, by rows and whether they sample.
     pub most_steps: fn(usize, bool) -> usize,
-    /// What the backend made ready.
+    /// The backend's state.
     pub body: Box<dyn Any + Send>,
 }
 
 impl<B: DecodeStepOps> DecodePlan<B> {
-    /// Makes ready what [`decode_step`] needs for a model and the cache of its layers.
+    /// Prepares [`decode_step`] for a model and the caches of its layers.
     ///
     /// # Errors
-    /// Why it is left to be computed operation by operation.
+    /// Why the backend declines.
     ///
     /// # Panics
-    /// If there is not one cache for each block, or their sizes do not fit the model's.
+    /// If the number of caches differs from that of the blocks, or their sizes do not fit the
+    /// model's.
     pub fn new(model: DecodeModel<B>, caches: &[LayerCache<B>]) -> Result<Self, Declined> {
         if reference_only() {
-            return Err(Declined::new("the references are asked for"));
+            return Err(Declined::new("kernels=reference is set"));
         }
         let planned = Checked::new(DecodePlanned { model: &model, caches });
         let cache_dims = caches.first().ok_or_else(|| Declined::new("there are no blocks"))?.dims();
@@ -154,33 +156,34 @@ impl<B: DecodeStepOps> DecodePlan<B> {
 }
 
 impl<B: Backend> DecodePlan<B> {
-    /// The most rows that a step takes.
+    /// Maximum rows of a step.
     pub fn rows(&self) -> usize {
         self.body.most_rows
     }
 
-    /// Whether a launch for so many rows, which draw or not, may take several steps, and so looks for tokens that end texts.
-    pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
+    /// Whether a launch for this many rows, which sample or not, may run several steps, and checks
+    /// for stop tokens.
+    pub fn supports_multi_step(&self, rows: usize, draws: bool) -> bool {
         (self.body.most_steps)(rows, draws) > 1
     }
 
-    /// The most steps of a launch for rows that have so many tokens with those of the first step, and draw or not: all of them see
-    /// the pages that the first one sees. One at least.
+    /// Maximum steps per launch, at least one, for rows with these token counts at the first step,
+    /// which sample or not: all steps must see the same pages.
     pub fn steps(&self, keys: impl ExactSizeIterator<Item = usize>, draws: bool) -> usize {
         let [_, _, page_tokens, _] = self.cache_dims;
         let most = (self.body.most_steps)(keys.len(), draws);
-        // Before a row's first page there is nothing to see.
+        // Nothing is visible before a row's first page.
         let on_page = |keys: usize| page_tokens - (keys + page_tokens - 2) % page_tokens;
         keys.map(on_page).fold(most, usize::min).max(1)
     }
 }
 
-/// What a plan is made of.
+/// Operands of a plan.
 #[derive(Debug)]
 pub struct DecodePlanned<'a, B: Backend> {
     /// The model.
     pub model: &'a DecodeModel<B>,
-    /// A cache for each of its blocks.
+    /// The cache of each of its blocks.
     pub caches: &'a [LayerCache<B>],
 }
 
@@ -229,56 +232,59 @@ impl<B: Backend> Operands for DecodePlanned<'_, B> {
     }
 }
 
-/// What [`decode_step`] computes with.
+/// Operands of [`decode_step`].
 #[derive(Debug)]
 pub struct DecodeStep<'a, B: Backend> {
-    /// The model, and what the backend made ready.
+    /// The model, with the backend's state.
     pub plan: &'a DecodePlan<B>,
     /// `[rows]`.
     pub tokens: Tensor<B, 1, Int>,
-    /// Where they stand.
+    /// Their positions.
     pub at: &'a CachedTokens<B>,
-    /// The caches that the plan was made with.
+    /// The caches of the plan.
     pub caches: &'a mut [LayerCache<B>],
-    /// How the tokens behind these are drawn, if the step is to draw them.
+    /// The sampling of the next tokens, if the step includes it.
     pub draw: Option<StepDraw<'a, B>>,
-    /// How many follow each other.
-    pub ahead: StepsAhead<'a, B>,
+    /// The number of steps.
+    pub ahead: MultiStep<'a, B>,
 }
 
-/// Steps one after another, each with the tokens that the one before predicts.
+/// Consecutive steps, each with the tokens predicted by the one before.
 #[derive(Debug)]
-pub struct StepsAhead<'a, B: Backend> {
-    /// How many: one at least.
+pub struct MultiStep<'a, B: Backend> {
+    /// Number of steps, at least one.
     pub steps: usize,
-    /// Tokens that end the text of each row, `[rows, most]`, -1 where it has fewer, and up to [`MOST_ENDS`](Self::MOST_ENDS) of them. Where the plan
-    /// [goes ahead](DecodePlan::goes_ahead), a row that reads one of these keeps it, and where all rows do so as the steps begin, nothing is computed: hidden
-    /// states and logits are not to be used then.
-    pub ends: Option<&'a Tensor<B, 2, Int>>,
+    /// Stop tokens of each row, `[rows, most]`, padded with -1, at most
+    /// [`MAX_STOP_TOKENS`](Self::MAX_STOP_TOKENS). If the plan [supports several
+    /// steps](DecodePlan::supports_multi_step), a row that reads one of these repeats it; and if
+    /// all rows do so at the start, nothing is computed, and hidden states and logits are invalid.
+    pub stop_tokens: Option<&'a Tensor<B, 2, Int>>,
 }
 
-impl<B: Backend> StepsAhead<'_, B> {
-    /// Tokens that end a row's text, at the most.
-    pub const MOST_ENDS: usize = 8;
+impl<B: Backend> MultiStep<'_, B> {
+    /// Maximum stop tokens of a row.
+    pub const MAX_STOP_TOKENS: usize = 8;
 
-    /// Tokens that end texts as [`ends`](Self::ends) has them, but for those beyond the most.
-    pub fn ends_of(texts: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
-        let ends: Vec<&[u32]> = texts.iter().map(|ends| &ends[..ends.len().min(Self::MOST_ENDS)]).collect();
-        padded_rows(&ends, -1, device)
+    /// Pads the rows' stop tokens for [`stop_tokens`](Self::stop_tokens), dropping those beyond the
+    /// maximum.
+    pub fn pad_stop_tokens(rows: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
+        let stop_tokens: Vec<&[u32]> =
+            rows.iter().map(|stop_tokens| &stop_tokens[..stop_tokens.len().min(Self::MAX_STOP_TOKENS)]).collect();
+        padded_rows(&stop_tokens, -1, device)
     }
 
-    /// One step of texts that have no ends.
+    /// One step, without stop tokens.
     pub fn one() -> Self {
-        Self { steps: 1, ends: None }
+        Self { steps: 1, stop_tokens: None }
     }
 }
 
-/// How a step draws the tokens behind its own.
+/// Sampling within a step.
 #[derive(Debug)]
 pub struct StepDraw<'a, B: Backend> {
-    /// How each row draws.
+    /// Sampling parameters of each row.
     pub rows: &'a SampledRows<B>,
-    /// The texts of rows that have lines; the chosen tokens are counted there.
+    /// Token counts of rows with lines; sampled tokens are added.
     pub counts: Option<&'a mut TokenCounts<B>>,
 }
 
@@ -294,13 +300,13 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
         let most_rows = body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
-        let StepsAhead { steps, ends } = self.ahead;
+        let MultiStep { steps, stop_tokens } = self.ahead;
         let most = self.plan.steps(self.at.rows.iter().map(|row| row.keys), self.draw.is_some());
         assert!((1..=most).contains(&steps), "{op}: {steps} steps of up to {most}");
         assert!(self.at.window == model.window, "{op}: keys that a token sees");
-        if let Some(ends) = ends {
-            let fits = ends.dims()[0] == rows && ends.dims()[1] <= StepsAhead::<B>::MOST_ENDS;
-            part(op, "ends", ends).fits(fits, &tokens).alike(&positions);
+        if let Some(stop_tokens) = stop_tokens {
+            let fits = stop_tokens.dims()[0] == rows && stop_tokens.dims()[1] <= MultiStep::<B>::MAX_STOP_TOKENS;
+            part(op, "stop_tokens", stop_tokens).fits(fits, &tokens).alike(&positions);
         }
         if let Some(StepDraw { rows: sampled, counts }) = &self.draw {
             sampled.check(op, counts.as_deref(), [rows, model.embedding.dims()[0]], &tokens);
@@ -323,7 +329,7 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
 }
 
 impl<B: Backend> DecodeStep<'_, B> {
-    /// The last position that the model's tables have, and the pages of the rows.
+    /// The last position in the model's tables, and the pages of the rows.
     #[cfg(feature = "cuda")]
     fn last_position(&self) -> usize {
         let [_, _, page_tokens, _] = self.plan.cache_dims;
@@ -331,18 +337,18 @@ impl<B: Backend> DecodeStep<'_, B> {
     }
 }
 
-/// Whole decode steps on a backend.
+/// Fused decode steps of a backend.
 pub trait DecodeStepOps: CachedAttentionOps {
-    /// Body of [`DecodePlan::new`]; by default there is none.
+    /// Prepares a [`DecodePlan`]; declines by default.
     ///
     /// # Errors
-    /// Why there is none for this model, or on this device.
+    /// Why it declines this model or device.
     fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<DecodeBody, Declined> {
         let _ = planned;
         Err(Declined::new("this backend has no kernel for a whole step"))
     }
 
-    /// Body of [`decode_step`], of a plan that this backend made.
+    /// [`decode_step`] with a plan of this backend.
     ///
     /// # Errors
     /// If it turns out not to run on this device.
@@ -352,57 +358,63 @@ pub trait DecodeStepOps: CachedAttentionOps {
     }
 }
 
-/// What a step gives.
+/// The results of a step.
 #[derive(Clone, Debug)]
 pub struct Decoded<B: Backend> {
     /// `[rows, d_model]`, after the last norm.
     pub hidden: Tensor<B, 2>,
-    /// What the head makes of them, where the backend computed that with them.
+    /// The output head's results, if the backend computed them.
     pub predicted: Option<Predicted<B>>,
-    /// Where the last step's tokens stand, and where those behind them will, `[1, rows]` each, likewise.
+    /// Positions of the last step's tokens, and of the next ones, `[1, rows]` each, if the backend
+    /// computed them.
     pub positions: Option<[Tensor<B, 2, Int>; 2]>,
 }
 
 parts!(Decoded { hidden, predicted, positions });
 
-/// What a model's head says of some rows.
+/// The output head's results.
 #[derive(Clone, Debug)]
 pub struct Predicted<B: Backend> {
     /// `[rows, vocab_size]`, f32.
     pub logits: Tensor<B, 2>,
-    /// The token that was drawn, or else the one with the largest logit, the first of several, `[rows]`; -1 where a logit is not a number.
+    /// The sampled token, or else the greedy one, the first of equals, `[rows]`; -1 if a logit is
+    /// NaN.
     pub next: Tensor<B, 1, Int>,
-    /// The same of each step, `[steps, rows]`, the last of which is `next`.
+    /// The tokens of each step, `[steps, rows]`, ending with `next`.
     pub tokens: Tensor<B, 2, Int>,
-    /// Whether it was drawn.
+    /// Whether it was sampled.
     pub drawn: bool,
 }
 
 parts!(Predicted { logits, next, tokens } kept drawn);
 
-/// One token more of each row, `[rows]`, through embedding, all blocks and the last norm, and through the head where the backend
-/// does that at once: then the next tokens come with it, the likeliest, or, where it does that, too, those of the `draw` that is
-/// asked for, as [`draw`](crate::draw()) makes it. Keys and values go into the pages of the rows. It has no gradient. With what the step gives come the rows to go
-/// [on](CachedTokens::next) from, which are those of `at` after the last step.
+/// Processes one token of each row, `[rows]`, through embedding, all blocks and the final norm, and
+/// through the output head if the backend fuses it. The next tokens are then included: greedy ones
+/// or, if the backend supports it, those of the requested `draw`, like [`draw`](crate::draw()).
+/// Keys and values are written to the rows' pages. It has no gradient. Also returns the rows to
+/// [continue](CachedTokens::next) from, those of `at` after the last step.
 ///
-/// Of several steps `ahead`, each reads the tokens that the one before predicts; hidden states and logits are those of the last.
+/// With several steps, each processes the tokens predicted by the one before; hidden states and
+/// logits are those of the last.
 ///
-/// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
+/// Results differ from those of separate operations by rounding: the residual stream is f32 here.
 ///
 /// # Errors
-/// If it turns out not to run on this device. The pages may have got keys and values of the token by then, which are the right ones.
+/// If it turns out not to run on this device. The pages may contain keys and values of the token by
+/// then, which are valid.
 ///
 /// # Panics
-/// If the sizes do not fit each other, the caches are not those that the plan was made with, a page that a row writes into is
-/// listed twice, or there are more rows than [`rows`](DecodePlan::rows), or more steps than [`steps`](DecodePlan::steps); or in a
-/// rehearsal of [`compile_ahead`](crate::compile_ahead()), where the cache would keep what means nothing.
+/// If sizes do not fit, the caches are not those of the plan, a page that a row writes is listed
+/// twice, or there are more rows than [`rows`](DecodePlan::rows) or more steps than
+/// [`steps`](DecodePlan::steps); or in a rehearsal of [`compile_ahead`](crate::compile_ahead()),
+/// which would corrupt the cache.
 pub fn decode_step<B: DecodeStepOps>(
     plan: &DecodePlan<B>,
     tokens: Tensor<B, 1, Int>,
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
     draw: Option<StepDraw<'_, B>>,
-    ahead: StepsAhead<'_, B>,
+    ahead: MultiStep<'_, B>,
 ) -> Result<(Decoded<B>, CachedTokens<B>), Declined> {
     let DecodePlan { model, body, .. } = plan;
     let steps = ahead.steps;

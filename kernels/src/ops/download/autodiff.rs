@@ -1,4 +1,4 @@
-//! Downloads concern no graph.
+//! Downloads are independent of the graph.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

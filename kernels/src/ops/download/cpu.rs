@@ -1,4 +1,4 @@
-//! The CPU has what it computes.
+//! On the CPU, data is already on the host.
 
 use burn_ndarray::NdArray;
 

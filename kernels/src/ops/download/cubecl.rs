@@ -1,4 +1,5 @@
-//! Downloads in CubeCL. On CUDA the copy is on the stream when [`download_int`](super::download_int) returns, before what is launched next.
+//! Downloads in CubeCL. On CUDA, [`download_int`](super::download_int) enqueues the copy on the
+//! stream before it returns, ahead of later launches.
 
 use std::any::{Any, TypeId};
 use std::collections::HashMap;
@@ -37,7 +38,8 @@ where
     }
 }
 
-/// CUDA has an event behind the copy. For WGPU each read is a submission of its own, which costs more than several that are waited for together.
+/// CUDA records an event after the copy. For WGPU each read is a submission, and several waited for
+/// together are cheaper.
 fn at_once<R: CubeRuntime>() -> bool {
     cuda() == Some(TypeId::of::<R>())
 }
@@ -60,7 +62,7 @@ fn begin<R: CubeRuntime>(tensor: CubeTensor<R>) -> Download {
         let bytes = lasting_client(&tensor).read_one_tensor_async(descriptor);
         Download::begun(move || {
             let bytes = cubecl::future::block_on(bytes);
-            // Until here its memory was nobody else's.
+            // Until here its memory must not be reused.
             drop(tensor);
             let failed = |error: cubecl::server::ServerError| ExecutionError::WithContext { reason: error.to_string() };
             Ok(TensorData::from_bytes(bytes.map_err(failed)?, shape, dtype))
@@ -69,7 +71,7 @@ fn begin<R: CubeRuntime>(tensor: CubeTensor<R>) -> Download {
     if at_once::<R>() { begin() } else { Download::later(begin) }
 }
 
-/// The client of a tensor's device, for as long as the process runs: a read that is under way borrows it.
+/// The client of a tensor's device, alive for the whole process: pending reads borrow it.
 fn lasting_client<R: CubeRuntime>(tensor: &CubeTensor<R>) -> &'static ComputeClient<R> {
     type Kept = HashMap<(TypeId, DeviceId), &'static (dyn Any + Send + Sync)>;
     static KEPT: Mutex<Option<Kept>> = Mutex::new(None);

@@ -1,4 +1,4 @@
-//! Data on its way from a device.
+//! Asynchronous downloads from a device.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -12,8 +12,8 @@ use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 
 use crate::mutation;
 
-/// Numbers on their way to the host. One that has begun is waited for when it is dropped, too: the copy would write into memory that is somebody
-/// else's.
+/// Data in transfer to the host. Dropping a started download waits for it, too: the copy would
+/// otherwise write to freed memory.
 #[must_use]
 pub struct Download(Stage);
 
@@ -30,17 +30,17 @@ impl std::fmt::Debug for Download {
 }
 
 impl Download {
-    /// One that has begun, and that `wait` waits for.
+    /// A started download, and how to wait for it.
     pub fn begun(wait: impl FnOnce() -> Result<TensorData, ExecutionError> + Send + 'static) -> Self {
         Self(Stage::Begun(Box::new(wait)))
     }
 
-    /// One that `begin` begins.
+    /// A download that `begin` starts.
     pub fn later(begin: impl FnOnce() -> Self + Send + 'static) -> Self {
         Self(Stage::Later(Box::new(begin)))
     }
 
-    /// Begins, if it has not: where several are waited for, the device does all that was asked of it once for all of them.
+    /// Starts it, if need be: waiting for several started downloads synchronizes the device once.
     pub fn begin(mut self) -> Self {
         match std::mem::replace(&mut self.0, Stage::Over) {
             Stage::Later(begin) => begin(),
@@ -48,7 +48,7 @@ impl Download {
         }
     }
 
-    /// The numbers, once they are there.
+    /// Waits for the data.
     ///
     /// # Errors
     /// If the device fails.
@@ -64,16 +64,16 @@ impl Download {
 impl Drop for Download {
     fn drop(&mut self) {
         if let Stage::Begun(wait) = std::mem::replace(&mut self.0, Stage::Over) {
-            // Whoever reads next is told of a device that fails.
+            // The next reader reports a failed device.
             drop(wait());
         }
     }
 }
 
-/// Downloading from a backend.
+/// Downloads of a backend.
 pub trait DownloadOps: Backend {
-    /// Whether a download begins at once, so that waiting for it is not waiting for what the device is asked for after it. Elsewhere it
-    /// begins when it is waited for.
+    /// Whether a download starts at once, so that waiting for it does not wait for later work.
+    /// Otherwise it starts when waited for.
     fn downloads_at_once() -> bool {
         false
     }
@@ -91,7 +91,7 @@ pub trait DownloadOps: Backend {
     }
 }
 
-/// Brings integers to the host, [at once](DownloadOps::downloads_at_once) where the backend can.
+/// Downloads integers, [at once](DownloadOps::downloads_at_once) if the backend can.
 pub fn download_int<B: DownloadOps, const D: usize>(tensor: Tensor<B, D, Int>) -> Download {
     B::download_int(mutation::result("download_int", tensor).into_primitive())
 }

@@ -1,4 +1,4 @@
-//! Dropout in the graph: the mask is made again from its key.
+//! Dropout in the graph: the mask is recomputed from its key.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;

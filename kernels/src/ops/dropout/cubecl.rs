@@ -14,7 +14,7 @@ use crate::random::cubecl::{Rounds, column_halves, row_bits};
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
-/// Vectors that a unit has.
+/// Vectors per unit.
 const RUN: usize = 4;
 
 impl<R, F, I, BT> DropoutOps for CubeBackend<R, F, I, BT>
@@ -39,7 +39,8 @@ fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> 
     let vectors = columns / vector;
     let row_units = RowUnits::new(&x.client, vectors, RUN, UNITS);
     let pieces = vectors.div_ceil(RUN * row_units.units as usize);
-    // SAFETY: a row's units read and write their own piece of its own row, below `n_rows`, at columns of the row's width.
+    // SAFETY: a row's units read and write their own piece of its own row, below `n_rows`, at
+    // columns of the row's width.
     unsafe {
         dropout_kernel::launch_unchecked(
             &x.client,
@@ -62,7 +63,8 @@ fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> 
     out
 }
 
-/// A row's units have a piece of it, so that the row's bits are made once for several vectors.
+/// A row's units have a contiguous piece each, so that the row's bits are computed once for several
+/// vectors.
 #[cube(launch_unchecked)]
 fn dropout_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
@@ -99,8 +101,8 @@ fn dropout_kernel<F: Float, N: Size>(
     }
 }
 
-/// The factors on a vector of elements: zero where dropped, `scale` where kept. `row` is the row's [`row_bits`],
-/// `column` counts vectors.
+/// The dropout factors of a vector: zero or `scale`. `row` has the row's [`row_bits`], `column`
+/// counts vectors.
 #[cube]
 pub(crate) fn kept<N: Size>(row: u32, column: u32, threshold: u32, scale: f32, rounds: &Rounds) -> Vector<f32, N> {
     let width = N::value();

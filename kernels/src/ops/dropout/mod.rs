@@ -1,4 +1,5 @@
-//! Dropout whose mask is a pure function of a key, recomputed in the backward pass and never stored.
+//! Dropout whose mask is a pure function of a key, recomputed in the backward pass and never
+//! stored.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -17,7 +18,7 @@ use crate::random::RandomKey;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// Which elements to drop: each with `probability`, as the bits of `key` say.
+/// Which elements to drop: with `probability`, by the bits of `key`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     /// Probability of an element to become zero, in [0, 1).
@@ -32,12 +33,12 @@ impl Dropout {
         (self.probability * f64::from(1 << 16)).round() as u32
     }
 
-    /// The factor on the elements that stay, which keeps the mean.
+    /// Factor on kept elements, which preserves the mean.
     pub fn scale(&self) -> f64 {
         1.0 / (1.0 - self.probability)
     }
 
-    /// Dropout, or none, as the words of a `DropoutInfo` in CUDA C++.
+    /// Optional dropout as the words of a `DropoutInfo` in CUDA C++.
     #[cfg(feature = "cuda")]
     pub(crate) fn words(dropout: Option<Self>) -> impl Iterator<Item = u32> {
         let threshold = dropout.map_or(0, |dropout| dropout.threshold());
@@ -48,7 +49,7 @@ impl Dropout {
     }
 }
 
-/// What [`dropout`] computes with.
+/// Operands of [`dropout`].
 #[derive(Clone, Debug)]
 pub struct DropoutForward<B: Backend> {
     /// `[rows, columns]`.
@@ -63,24 +64,24 @@ impl<B: Backend> Operands for DropoutForward<B> {
     }
 }
 
-/// Dropout on a backend.
+/// Dropout of a backend.
 pub trait DropoutOps: ReshapeOps {
-    /// Body of [`dropout`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    /// [`dropout`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
     fn dropout(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
         dropout_forward(operands)
     }
-    /// Forward of [`dropout`], which is linear, and so its own backward.
+    /// Forward of [`dropout`], which is linear and so its own backward.
     fn dropout_forward(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
         reference::dropout_forward(operands.into_inner())
     }
 }
 
-/// Dropout (Srivastava et al., 2014) over `[.., columns]`, any float dtype: an element becomes zero with the given
-/// probability, and what stays is scaled by `1 / (1 - probability)`.
+/// Dropout (Srivastava et al., 2014) over `[.., columns]`, any float dtype: elements become zero
+/// with the given probability, and others are scaled by `1 / (1 - probability)`.
 ///
-/// Leading dimensions are flattened to rows: element (r, c) has half of the 32 bits at (r, c / 2) of the cipher behind
-/// [`RandomKey::bits`], its left half where c is even, and is dropped where this lies below [`Dropout::threshold`], on
-/// every backend alike.
+/// Leading dimensions are flattened to rows. Element (r, c) uses half of the 32 bits at (r, c / 2)
+/// of the cipher behind [`RandomKey::bits`], the left half for even c, and is dropped if these are
+/// below [`Dropout::threshold`], on every backend alike.
 ///
 /// # Panics
 /// If `x` is empty.
@@ -97,7 +98,7 @@ pub(crate) fn dropout_forward<B: DropoutOps>(operands: Checked<DropoutForward<B>
     dispatch!(B: DropoutOps::dropout_forward(operands))
 }
 
-/// Dropout of rows, where there is any.
+/// Dropout of rows, if any.
 pub(crate) fn dropout_rows<B: DropoutOps>(x: Tensor<B, 2>, dropout: Option<Dropout>) -> Tensor<B, 2> {
     match dropout {
         Some(dropout) => call!(B: DropoutOps::dropout(Checked::new(DropoutForward { x, dropout }))),

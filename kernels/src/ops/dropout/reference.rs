@@ -1,4 +1,4 @@
-//! Dropout from small operations.
+//! Dropout from basic operations.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
@@ -13,14 +13,14 @@ pub fn dropout_forward<B: Backend>(DropoutForward { x, dropout }: DropoutForward
     x.mask_fill(dropped, 0.0).mul_scalar(dropout.scale())
 }
 
-/// Where `[rows, columns]` is dropped.
+/// The dropped elements of `[rows, columns]`.
 pub(crate) fn dropped<B: Backend>(
     rows: usize,
     columns: usize,
     dropout: Dropout,
     device: &B::Device,
 ) -> Tensor<B, 2, Bool> {
-    // Two columns for each place of the key's.
+    // Two columns per position of the key.
     let pairs = columns.div_ceil(2);
     let numbers = Tensor::<B, 1, Int>::arange(0..rows as i64, device);
     let (even, odd) = halves_of_rows(numbers, pairs, dropout.key);

@@ -1,4 +1,4 @@
-//! The lookup in the graph: of the table, only its size is kept.
+//! The lookup in the graph: only the table's size is saved.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -9,7 +9,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
-use crate::autodiff::{inner, inner_int, inner_quantized, take_sum};
+use crate::autodiff::{inner, inner_int, inner_stored, take_sum};
 use crate::checked::Checked;
 use crate::products::Forward;
 use crate::quant::Weight;
@@ -23,7 +23,7 @@ struct EmbedNode(Forward);
 #[derive(Debug)]
 struct EmbedAddNode(Forward);
 
-/// What a table's gradient needs: tokens and the table's size.
+/// Saved for the table's gradient: tokens and the table's size.
 #[derive(Clone, Debug)]
 struct Lookup<B: EmbedOps> {
     tokens: Tensor<B, 2, Int>,
@@ -35,7 +35,7 @@ impl<B: EmbedOps> Lookup<B> {
         Self { tokens: tokens.clone(), table: table.dims() }
     }
 
-    /// Registers the table's gradient, which is the first parent's, behind the one that it has so far.
+    /// Registers the table's gradient, the first parent's, including its earlier one.
     fn backward<S, const N: usize>(self, grad: FloatTensor<B>, ops: &Ops<S, N>, grads: &mut Gradients) {
         let Some(node) = &ops.parents[0] else { return };
         let Self { tokens, table: [vocabulary, d_model] } = self;
@@ -43,7 +43,7 @@ impl<B: EmbedOps> Lookup<B> {
         let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
         let sum = take_sum(ops, 0, &grad, grads);
         let _op = recorder::op("embed backward", || {
-            // The gradient of the whole table is written, or rows of it are read and written.
+            // Writes the gradient of the whole table, or reads and writes rows of it.
             let table = (vocabulary * d_model * 4) as u64;
             let written = if sum.is_some() { (rows * d_model * 8) as u64 } else { table };
             Call::reads([recorder::operand(&grad), recorder::operand(&tokens)]).and(written.min(2 * table))
@@ -81,14 +81,10 @@ impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
         let _products = operands.products().enter();
         let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
         // Rows are looked up as they are stored, and cast then.
-        let (table, parameter) = match table {
-            Weight::Float(table) => (Weight::Float(inner(&table)), table),
+        let (table, parameter) = match inner_stored(table) {
+            Ok(table) => (Weight::Float(inner(&table)), table),
             // Nothing is tracked in its place.
-            Weight::Quantized(table) => {
-                let table = inner_quantized(table);
-                let untracked = Tensor::from_inner(table.scales.clone().unsqueeze());
-                (Weight::Quantized(table), untracked)
-            }
+            Err(table) => (table, Tensor::zeros([1, 1], &tokens.device())),
         };
         let tokens = inner_int(tokens);
         let saved = Lookup::new(&table, &tokens);

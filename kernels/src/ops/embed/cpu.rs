@@ -1,12 +1,12 @@
 //! The lookup on the CPU, and its gradient.
 
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use burn_ndarray::NdArray;
 
 use super::{EmbedBackward, EmbedForward, EmbedOps};
 use crate::checked::Checked;
 use crate::cpu::{QuantizedRows, Values, clamp_index, integers, new_rows, tensor, vectorised, zeros};
-use crate::quant::{RowFormat, Weight, with_format};
+use crate::quant::Weight;
 
 impl EmbedOps for NdArray {
     fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
@@ -33,8 +33,12 @@ impl EmbedOps for NdArray {
                 looked_up(&|row, out| out.copy_from_slice(&table[row * d_model..][..d_model]))
             }
             Weight::Quantized(table) => {
-                let (format, rows) = (table.format, QuantizedRows::of(table));
-                with_format!(format, F => looked_up(&|row, out| F::dequantize(rows.row(row), out)))
+                let rows = QuantizedRows::of(table);
+                looked_up(&|row, out| rows.dequantize(row..row + 1, out))
+            }
+            stacked => {
+                let table = Values::rows(stacked.into_float(FloatDType::F32));
+                looked_up(&|row, out| out.copy_from_slice(&table[row * d_model..][..d_model]))
             }
         };
         match added {
@@ -43,7 +47,7 @@ impl EmbedOps for NdArray {
         }
     }
 
-    /// Adds the rows up in their order.
+    /// Sums the rows in order.
     fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
         let EmbedBackward { grad, tokens, vocabulary, sum } = operands.into_inner();
         let d_model = grad.dims()[1];

@@ -1,4 +1,4 @@
-//! Rows of a table, looked up by token.
+//! Embedding lookup.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -18,7 +18,7 @@ use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// What [`embed`] and [`embed_add`] compute with.
+/// Operands of [`embed`] and [`embed_add`].
 #[derive(Clone, Debug)]
 pub struct EmbedForward<B: Backend> {
     /// `[vocabulary, d_model]`.
@@ -27,7 +27,7 @@ pub struct EmbedForward<B: Backend> {
     pub tokens: Tensor<B, 2, Int>,
     /// Dtype of the result.
     pub dtype: FloatDType,
-    /// What the rows are added to, `[batch_size, seq_length, d_model]` of `dtype`.
+    /// Added to the rows, `[batch_size, seq_length, d_model]` of `dtype`.
     pub added: Option<Tensor<B, 3>>,
 }
 
@@ -45,7 +45,7 @@ impl<B: Backend> Operands for EmbedForward<B> {
     }
 }
 
-/// What the gradient of an embedding's table is computed with.
+/// Operands of the table's gradient.
 #[derive(Clone, Debug)]
 pub struct EmbedBackward<B: Backend> {
     /// Gradient of the looked up rows, `[rows, d_model]`.
@@ -54,7 +54,7 @@ pub struct EmbedBackward<B: Backend> {
     pub tokens: Tensor<B, 1, Int>,
     /// Rows of the table.
     pub vocabulary: usize,
-    /// The gradient that the table has from other uses, to which this one is added: f32 `[vocabulary, d_model]`.
+    /// The table's gradient from other uses, to add to: f32 `[vocabulary, d_model]`.
     pub sum: Option<Tensor<B, 2>>,
 }
 
@@ -70,10 +70,10 @@ impl<B: Backend> Operands for EmbedBackward<B> {
     }
 }
 
-/// Embeddings on a backend.
+/// Embeddings of a backend.
 pub trait EmbedOps: ReshapeOps + WeightOps {
-    /// Body of [`embed`] and [`embed_add`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together
-    /// here.
+    /// [`embed`] and [`embed_add`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward
+    /// together here.
     fn embed(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
         embed_forward(operands)
     }
@@ -81,31 +81,31 @@ pub trait EmbedOps: ReshapeOps + WeightOps {
     fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
         reference::embed_forward(operands.into_inner())
     }
-    /// Backward of [`embed`]: the gradient of the table, f32, behind the one that it has so far.
+    /// Backward of [`embed`]: the gradient of the table, f32, including its earlier one.
     fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
         reference::embed_backward(operands.into_inner())
     }
 }
 
-/// The rows of `table` `[vocabulary, d_model]` that `tokens` `[batch_size, seq_length]` name, as
+/// The rows of `table` `[vocabulary, d_model]` at `tokens` `[batch_size, seq_length]`, as
 /// `[batch_size, seq_length, d_model]` of `dtype`.
 ///
-/// A token outside `0..vocabulary` counts as the last one of the vocabulary, on every backend. The gradient of the table
-/// is f32, as all parameters' are, and adds up in the order of the tokens on the CPU and in one fixed order wherever
-/// there is a kernel.
+/// A token outside of `0..vocabulary` counts as the last one, on every backend. The table's
+/// gradient is f32, like that of all parameters, and is summed in the order of tokens on the CPU
+/// and in a fixed order by other kernels.
 ///
 /// # Panics
-/// If an operand is empty, or they lie on several devices.
+/// If an operand is empty, or they are on different devices.
 pub fn embed<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
     let table = table.into();
     let _op = recorder::op("embed", || rows_read(&table, &tokens, dtype.into(), 1));
     call!(B: EmbedOps::embed(Checked::new(EmbedForward { table, tokens, dtype, added: None })))
 }
 
-/// `x` `[batch_size, seq_length, d_model]` plus the rows of `table` that `tokens` name, as [`embed`] gives them.
+/// `x` `[batch_size, seq_length, d_model]` plus [`embed`] of `tokens`.
 ///
 /// # Panics
-/// If `x` is not of that shape.
+/// If `x` has another shape.
 pub fn embed_add<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, x: Tensor<B, 3>) -> Tensor<B, 3> {
     let table = table.into();
     let _op = recorder::op("embed_add", || rows_read(&table, &tokens, x.dtype(), 2));
@@ -113,7 +113,7 @@ pub fn embed_add<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, 
     call!(B: EmbedOps::embed(Checked::new(EmbedForward { table, tokens, dtype, added: Some(x) })))
 }
 
-/// A row of the table is read for each token, and `outputs` rows of `dtype` are read or written.
+/// Reads a row of the table per token, and reads or writes `outputs` rows of `dtype`.
 fn rows_read<B: Backend>(table: &Weight<B>, tokens: &Tensor<B, 2, Int>, dtype: DType, outputs: u64) -> Call {
     let (table, tokens) = (table.operand(), recorder::operand(tokens));
     let rows: usize = tokens.dims.iter().product();

@@ -1,4 +1,5 @@
-//! Feed-forward layers in the graph; a norm before them is a node of its own. A bias that is not there stands as an untracked tensor.
+//! Feed-forward layers in the graph; a norm before them is a separate node. A missing bias is an
+//! untracked tensor.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -35,8 +36,8 @@ struct State<B: FeedForwardOps> {
 }
 
 impl<B: FeedForwardOps> State<B> {
-    /// Four products: two weights' gradients, where they are wanted, and two gradients of what they are multiplied with. The
-    /// gradient before the activation is written, and read twice; sums are read, too.
+    /// Four products: the requested gradients of two weights, and two gradients of their inputs.
+    /// The gradient before the activation is written, and read twice; earlier sums are read, too.
     fn call(&self, sums: &[Option<Tensor<B, 2>>; 2], wanted: [Wanted; 2]) -> Call {
         let FeedForwardLayer { up, down, .. } = &self.layer;
         let ([rows, d_model], [width, _], [_, d_ff]) = (self.x.dims(), up.dims(), down.dims());

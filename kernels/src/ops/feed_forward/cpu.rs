@@ -1,4 +1,4 @@
-//! Feed-forward layers on the CPU: from its projections.
+//! Feed-forward layers on the CPU, from projections.
 
 use burn_ndarray::NdArray;
 

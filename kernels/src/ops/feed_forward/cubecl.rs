@@ -1,4 +1,5 @@
-//! Feed-forward layers in CubeCL: the gradient in one product with the slopes of the activation, where a GEMM does both.
+//! Feed-forward layers in CubeCL: the gradient's product is fused with the activation's slopes, if
+//! a GEMM supports it.
 
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
@@ -35,7 +36,7 @@ where
             Saved::Slopes(slopes) => product_by_slopes(&grad, &down, &primitive(slopes.clone())),
             Saved::Product(_) => None,
         };
-        // What is saved is not needed any more behind this.
+        // Saved tensors are not needed after this.
         let grad = match fused {
             Some(fused) => {
                 drop((saved, grad));

@@ -1,7 +1,8 @@
-//! A transformer's feed-forward layer: two projections with a nonlinearity between them, added to the residual stream.
+//! A transformer's feed-forward layer: two projections with an activation in between, added to the
+//! residual stream.
 //!
-//! In the graph it is one node, so that the gradient behind the nonlinearity is never held: the product that makes it multiplies it by the
-//! slopes at once, where a kernel does both.
+//! It is one graph node, so that the gradient after the activation is never stored: the product
+//! that computes it is multiplied by the slopes at once, if a kernel fuses both.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -24,14 +25,14 @@ use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// The weights of a feed-forward layer, and its nonlinearity.
+/// The weights of a feed-forward layer, and its activation.
 #[derive(Clone, Debug)]
 pub struct FeedForwardLayer<B: Backend> {
-    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where the activation gates.
+    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` if gated.
     pub up: Weight<B>,
-    /// Its bias, as long as `up` has rows.
+    /// Its bias, with an element per row of `up`.
     pub up_bias: Option<Tensor<B, 1>>,
-    /// What stands between the projections.
+    /// The activation.
     pub activation: Activation,
     /// Second projection, `[d_model, d_ff]`.
     pub down: Weight<B>,
@@ -39,23 +40,24 @@ pub struct FeedForwardLayer<B: Backend> {
     pub down_bias: Option<Tensor<B, 1>>,
 }
 
-/// What [`feed_forward`] computes with.
+/// Operands of [`feed_forward`].
 #[derive(Clone, Debug)]
 pub struct FeedForwardForward<B: Backend> {
     /// `[rows, d_model]`.
     pub x: Tensor<B, 2>,
     /// Norm of the rows of `x` before the first projection, its weights `[d_model]`.
     pub norm: Option<Norm<B>>,
-    /// The residual stream, `[rows, d_model]`, which is `x` as it was before any norm.
+    /// The residual stream, `[rows, d_model]`: `x` before any norm.
     pub residual: Tensor<B, 2>,
     /// The weights.
     pub layer: FeedForwardLayer<B>,
-    /// Dropout of what is added to the residual stream.
+    /// Dropout of the layer's output.
     pub dropout: Option<Dropout>,
 }
 
 impl<B: Backend> FeedForwardForward<B> {
-    /// What it moves and computes: what stands between the projections is written and read, and the residual stream is read, too.
+    /// Bytes and FLOP: the intermediate activations are written and read, and the residual stream
+    /// is read, too.
     fn call(&self) -> Call {
         let FeedForwardLayer { up, down, .. } = &self.layer;
         let ([rows, d_model], [up_width, _], [_, d_ff]) = (self.x.dims(), up.dims(), down.dims());
@@ -93,37 +95,39 @@ fn check_width(op: &str, activation: Activation, width: usize) {
     assert!(even, "{op}: a gated activation needs an even width, up has {width} rows");
 }
 
-/// What the forward pass of a feed-forward layer gives, where a backward pass follows.
+/// Results of the forward pass, for a backward pass.
 #[derive(Clone, Debug)]
 pub struct FeedForwardOutput<B: Backend> {
     /// `[rows, d_model]`, in the dtype of `x`.
     pub output: Tensor<B, 2>,
-    /// What the gradient of the activation needs, as long as `up` has rows.
+    /// Saved for the activation's gradient, as wide as the rows of `up`.
     pub saved: Saved<B>,
-    /// What the second projection was computed from, `[rows, d_ff]`.
+    /// Input of the second projection, `[rows, d_ff]`.
     pub hidden: Tensor<B, 2>,
 }
 
 parts!(FeedForwardOutput { output, saved, hidden });
 
-/// What the gradients of a feed-forward layer are computed with.
+/// Operands of the gradients.
 #[derive(Clone, Debug)]
 pub struct FeedForwardBackward<B: Backend> {
-    /// Gradient of the output, `[rows, d_model]`, in the dtype of `x`. That of the residual stream is the same.
+    /// Gradient of the output, `[rows, d_model]`, in the dtype of `x`; also that of the residual
+    /// stream.
     pub grad: Tensor<B, 2>,
-    /// Input of the first projection, behind the norm, `[rows, d_model]`.
+    /// Input of the first projection, after the norm, `[rows, d_model]`.
     pub x: Tensor<B, 2>,
-    /// What the forward pass saved of the activation.
+    /// Saved by the forward pass for the activation.
     pub saved: Saved<B>,
     /// Input of the second projection, `[rows, d_ff]`.
     pub hidden: Tensor<B, 2>,
     /// The weights, in the dtype of `x` or quantized.
     pub layer: FeedForwardLayer<B>,
-    /// Which gradients of the parameters of `up` and `down` are wanted.
+    /// The requested gradients of `up` and `down`.
     pub wanted: [Wanted; 2],
-    /// The dropout of the forward pass.
+    /// The forward pass's dropout.
     pub dropout: Option<Dropout>,
-    /// What the gradients of `up` and `down` are added to, f32 of their shapes: in their place, where nothing else holds them.
+    /// The earlier gradients of `up` and `down`, f32 of their shapes: added to in place, if not
+    /// shared.
     pub sums: [Option<Tensor<B, 2>>; 2],
 }
 
@@ -156,30 +160,31 @@ impl<B: Backend> Operands for FeedForwardBackward<B> {
     }
 }
 
-/// What the backward pass of a feed-forward layer gives.
+/// Results of the backward pass.
 #[derive(Clone, Debug)]
 pub struct FeedForwardGradients<B: Backend> {
     /// Of the input of the first projection, `[rows, d_model]`, in its dtype.
     pub x: Tensor<B, 2>,
-    /// Of the first projection, f32, if it is wanted, with what it was to be added to.
+    /// Gradient of the first projection, f32, if requested, including its earlier one.
     pub up: Option<Tensor<B, 2>>,
-    /// Of its bias, f32, if it is wanted and there is one.
+    /// Gradient of its bias, f32, if requested and present.
     pub up_bias: Option<Tensor<B, 1>>,
-    /// Of the second projection, f32, if it is wanted, with what it was to be added to.
+    /// Gradient of the second projection, f32, if requested, including its earlier one.
     pub down: Option<Tensor<B, 2>>,
-    /// Of its bias, f32, if it is wanted and there is one.
+    /// Gradient of its bias, f32, if requested and present.
     pub down_bias: Option<Tensor<B, 1>>,
 }
 
 parts!(FeedForwardGradients { x, up, up_bias, down, down_bias });
 
-/// Feed-forward layers on a backend.
+/// Feed-forward layers of a backend.
 pub trait FeedForwardOps: LinearOps {
-    /// Body of [`feed_forward`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    /// [`feed_forward`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together
+    /// here.
     fn feed_forward(operands: Checked<FeedForwardForward<Self>>) -> Tensor<Self, 2> {
         reference::feed_forward(operands.into_inner())
     }
-    /// Forward of [`feed_forward`] where a backward pass follows; without a norm.
+    /// Forward of [`feed_forward`] for a backward pass; without a norm.
     fn feed_forward_forward(operands: Checked<FeedForwardForward<Self>>) -> FeedForwardOutput<Self> {
         reference::feed_forward_forward(operands.into_inner())
     }
@@ -189,11 +194,12 @@ pub trait FeedForwardOps: LinearOps {
     }
 }
 
-/// `x + dropout(activation(norm(x) * up^T + up_bias) * down^T + down_bias)`, as far as these are there: a feed-forward layer added to the residual
-/// stream `x` `[.., d_model]`, in its dtype. Where the activation gates, it is SwiGLU's like (Shazeer, 2020).
+/// `x + dropout(activation(norm(x) * up^T + up_bias) * down^T + down_bias)`, with optional parts: a
+/// feed-forward layer added to the residual stream `x` `[.., d_model]`, in its dtype. With a gated
+/// activation it is of SwiGLU's kind (Shazeer, 2020).
 ///
 /// # Panics
-/// If the sizes do not fit each other, or the activation gates and `up` has an odd number of rows.
+/// If sizes do not fit, or the activation is gated and `up` has an odd number of rows.
 pub fn feed_forward<B: FeedForwardOps, const D: usize>(
     x: Tensor<B, D>,
     norm: Option<&Norm<B>>,

@@ -10,7 +10,7 @@ use crate::ops::linear::{
     LinearBackward, LinearForward, LinearGradients, linear_backward, linear_forward, linear_rows,
 };
 
-/// Body of [`feed_forward`](crate::feed_forward()) where no gradient is wanted.
+/// [`feed_forward`](crate::feed_forward()) without gradients.
 pub fn feed_forward<B: FeedForwardOps>(operands: FeedForwardForward<B>) -> Tensor<B, 2> {
     let FeedForwardForward { x, norm, residual, layer, dropout } = operands;
     let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
@@ -19,7 +19,8 @@ pub fn feed_forward<B: FeedForwardOps>(operands: FeedForwardForward<B>) -> Tenso
     linear_rows(LinearForward { dropout, residual: Some(residual), ..LinearForward::new(hidden, down, down_bias) })
 }
 
-/// Reference forward of [`feed_forward`](crate::feed_forward()), which keeps what the backward pass needs.
+/// Reference forward of [`feed_forward`](crate::feed_forward()), which saves tensors for the
+/// backward pass.
 pub fn feed_forward_forward<B: FeedForwardOps>(operands: FeedForwardForward<B>) -> FeedForwardOutput<B> {
     let FeedForwardForward { x, norm, residual, layer, dropout } = operands;
     let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;

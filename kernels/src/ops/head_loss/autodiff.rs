@@ -1,4 +1,5 @@
-//! The head's loss in the graph: gradients are made in the forward pass, and scaled here, and added to those of an earlier pass.
+//! The head's loss in the graph: gradients are computed in the forward pass, and here scaled and
+//! added to earlier ones.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -11,7 +12,7 @@ use super::{
     HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossWanted, head_loss_backward,
     head_loss_forward,
 };
-use crate::autodiff::{inner, inner_int, inner_quantized, is_tracked, take_sum};
+use crate::autodiff::{inner, inner_int, inner_stored, is_tracked, take_sum};
 use crate::checked::Checked;
 use crate::products::Forward;
 use crate::quant::Weight;
@@ -50,9 +51,9 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
     fn head_loss(operands: Checked<HeadLossForward<Self>>) -> Tensor<Self, 1> {
         let _products = operands.products().enter();
         let HeadLossForward { hidden, weight, targets, options, .. } = operands.into_inner();
-        let (weight, parameter) = match weight {
-            Weight::Float(weight) => (Weight::Float(inner(&weight)), Some(weight)),
-            Weight::Quantized(weight) => (Weight::Quantized(inner_quantized(weight)), None),
+        let (weight, parameter) = match inner_stored(weight) {
+            Ok(weight) => (Weight::Float(inner(&weight)), Some(weight)),
+            Err(weight) => (weight, None),
         };
         let untracked = || primitive(Tensor::<Self, 2>::from_inner(inner(&hidden))).node;
         let wanted = match &parameter {
@@ -70,7 +71,8 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
         let nodes = [primitive(hidden).node, weight_node];
         float(match HeadLossNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
-                // The gradients are made where the logits are, chunk by chunk: two products more, and both are written.
+                // Gradients are computed with the logits, chunk by chunk: two more products, and
+                // both are written.
                 recorder::also(|| {
                     let ([rows, d_model], [vocabulary, _]) = (forward.hidden.dims(), forward.weight.dims());
                     let (tables, products) = if wanted == HeadLossWanted::Both { (1, 2) } else { (0, 1) };

@@ -1,16 +1,16 @@
-//! The head's loss on the CPU: logits of a few rows at a time, overwritten by their own gradient.
+//! The head's loss on the CPU: logits of a few rows at a time, overwritten with their gradient.
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossOutput, HeadLossWanted};
 use crate::checked::Checked;
-use crate::cpu::{Matrix, Values, exp, for_rows, integers, max_of, sum_of, tensor, wide_product, zeros};
-use crate::ops::linear::cpu::{DOT_PRODUCT_ROWS, quantized_product};
-use crate::ops::linear::float_weight;
-use crate::quant::Weight;
+use crate::cpu::{
+    Inputs, Matrix, QuantizedRows, Values, exp, for_rows, integers, max_of, stored_gradient, stored_product, sum_of,
+    tensor, wide_product, zeros,
+};
 
-/// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
+/// Default logits per chunk: 4 MB, to stay in the cache.
 const LOGITS: usize = 1 << 20;
 
 impl HeadLossOps for NdArray {
@@ -18,7 +18,7 @@ impl HeadLossOps for NdArray {
         head_loss_forward(operands.into_inner())
     }
 
-    /// Gradients for an upstream gradient of one are as they came.
+    /// Gradients are unchanged for an upstream gradient of one.
     fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> HeadLossGradients<Self> {
         let HeadLossBackward { grad, gradients: HeadLossGradients { hidden, weight }, sum } = operands.into_inner();
         let grad = Values::rows(grad)[0];
@@ -44,12 +44,12 @@ impl HeadLossOps for NdArray {
     }
 }
 
-/// What logits come from.
+/// Source of the logits.
 enum Head {
     /// Floats, `[vocabulary, d_model]`.
     Weight(Values),
-    /// All of them are there, `[rows, vocabulary]`.
-    Logits(Values),
+    /// Quantized rows.
+    Stored(Vec<QuantizedRows>, Inputs),
 }
 
 fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArray> {
@@ -57,18 +57,15 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     let (gradients, both) = (wanted != HeadLossWanted::Nothing, wanted == HeadLossWanted::Both);
     let [rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
-    let head = match weight {
-        // A quantized weight is read as it is stored for the logits of a few rows.
-        Weight::Quantized(weight) if !gradients && rows <= DOT_PRODUCT_ROWS => {
-            Head::Logits(Values::rows(quantized_product(hidden.clone(), weight, None, None)))
-        }
-        weight => Head::Weight(Values::rows(float_weight(weight, &hidden))),
+    let head = match QuantizedRows::parts(weight) {
+        Ok(parts) => Head::Stored(parts, if gradients { Inputs::Exact } else { Inputs::Quantized }),
+        Err(weight) => Head::Weight(Values::rows(weight)),
     };
     let hidden = Values::rows(hidden);
     // The token of each target that counts.
     let token = |target: i64| usize::try_from(target).ok().filter(|token| *token < vocabulary);
     let targets: Vec<Option<usize>> = integers(targets).into_iter().map(token).collect();
-    // Zero where nothing weighs: the loss is then divided by infinity.
+    // Zero if nothing counts: the loss is then divided by infinity.
     let counted = targets.iter().flatten().count().max(1) as f32 / options.weight as f32;
     let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows);
     let smoothing = options.label_smoothing as f32;
@@ -78,20 +75,23 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     let mut d_hidden = zeros(if gradients { rows * d_model } else { 0 });
     let mut d_weight = zeros(if both { vocabulary * d_model } else { 0 });
     let mut logits = zeros(chunk * vocabulary);
-    // The nats of each row.
+    // Loss of each row, in nats.
     let nats: Vec<std::sync::atomic::AtomicU32> = (0..chunk).map(|_| Default::default()).collect();
     for start in (0..rows).step_by(chunk) {
         let size = chunk.min(rows - start);
         let logits = &mut logits[..size * vocabulary];
-        let hidden = Matrix::of(&hidden[start * d_model..], d_model);
+        let states = &hidden[start * d_model..][..size * d_model];
+        let hidden = Matrix::of(states, d_model);
         match &head {
-            // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
-            // [size, vocabulary].
+            // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others
+            // [vocabulary, d_model] and [size, vocabulary].
             Head::Weight(weight) => unsafe {
                 let head = Matrix::of(weight, d_model).transposed();
                 wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
             },
-            Head::Logits(all) => logits.copy_from_slice(&all[start * vocabulary..][..size * vocabulary]),
+            Head::Stored(parts, inputs) => {
+                logits.copy_from_slice(&stored_product(states, size, parts, *inputs, |_, _, _| {}));
+            }
         }
         for_rows(
             logits,
@@ -121,13 +121,17 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
         );
         let row_nats = nats[..size].iter().map(|nats| f32::from_bits(nats.load(std::sync::atomic::Ordering::Relaxed)));
         loss += row_nats.map(f64::from).sum::<f64>();
+        if gradients && let Head::Stored(parts, _) = &head {
+            let gradient = stored_gradient(logits, size, parts);
+            d_hidden[start * d_model..][..size * d_model].copy_from_slice(&gradient);
+        }
         if gradients && let Head::Weight(weight) = &head {
             let d_logits = Matrix::of(logits, vocabulary);
             let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
             let of_weight = both.then(|| Matrix::of_mut(&mut d_weight, d_model).transposed());
             let head = Matrix::of(weight, d_model);
-            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, and `d_weight`, if it is wanted,
-            // [vocabulary, d_model].
+            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, and `d_weight`,
+            // if it is wanted, [vocabulary, d_model].
             rayon::join(
                 || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, head, false) },
                 || {

@@ -1,4 +1,5 @@
-//! Output projection and cross entropy in one, so that the logits of a whole batch are never held.
+//! Output projection and cross entropy in one operation, without storing the logits of a whole
+//! batch.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -23,17 +24,17 @@ use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// The target of a position that does not count, as PyTorch has it.
+/// The target of an ignored position, as in PyTorch.
 pub const IGNORED_TARGET: i32 = -100;
 
-/// The numbers of a cross entropy.
+/// Options of the cross entropy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadLossOptions {
-    /// Share of the target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016).
+    /// Label smoothing: the share of probability spread over the vocabulary (Szegedy et al., 2016).
     pub label_smoothing: f64,
     /// Factor on the loss.
     pub weight: f64,
-    /// Rows of logits held at a time; the default holds about 256 MB of them.
+    /// Rows of logits per chunk; by default about 256 MB of them.
     pub chunk: Option<usize>,
 }
 
@@ -49,13 +50,13 @@ impl HeadLossOptions {
         self
     }
 
-    /// With a factor on the loss, where it is one of several.
+    /// With a factor, for a sum of losses.
     pub fn with_weight(mut self, weight: f64) -> Self {
         self.weight = weight;
         self
     }
 
-    /// With this many rows of logits at a time.
+    /// With this many rows of logits per chunk.
     pub fn with_chunk(mut self, chunk: usize) -> Self {
         self.chunk = Some(chunk.max(1));
         self
@@ -68,12 +69,13 @@ impl Default for HeadLossOptions {
     }
 }
 
-/// What the forward pass of the head's loss gives.
+/// Results of the forward pass.
 #[derive(Clone, Debug)]
 pub struct HeadLossOutput<B: Backend> {
-    /// Mean over the targets that count, times the options' weight, `[1]` f32, nats; zero where none counts.
+    /// Mean over the targets that count, times the options' weight, `[1]` f32, nats; zero if none
+    /// counts.
     pub loss: Tensor<B, 1>,
-    /// Where asked for, the gradients for an upstream gradient of one.
+    /// If requested, the gradients for an upstream gradient of one.
     pub gradients: Option<HeadLossGradients<B>>,
 }
 
@@ -84,24 +86,24 @@ parts!(HeadLossOutput { loss, gradients });
 pub struct HeadLossGradients<B: Backend> {
     /// Of the hidden states, `[rows, d_model]`, in their dtype.
     pub hidden: Tensor<B, 2>,
-    /// Of the weight, f32 `[vocabulary, d_model]`, if it is wanted.
+    /// Of the weight, f32 `[vocabulary, d_model]`, if requested.
     pub weight: Option<Tensor<B, 2>>,
 }
 
 parts!(HeadLossGradients { hidden, weight });
 
-/// Which gradients of the head's loss are wanted.
+/// The requested gradients of the head's loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadLossWanted {
     /// None.
     Nothing,
-    /// Of the hidden states, where the weight is frozen.
+    /// Of the hidden states, for a frozen weight.
     Hidden,
-    /// Of the hidden states and of the weight, which is of floats.
+    /// Of the hidden states and of the float weight.
     Both,
 }
 
-/// What [`head_loss`] computes with.
+/// Operands of [`head_loss`].
 #[derive(Clone, Debug)]
 pub struct HeadLossForward<B: Backend> {
     /// `[rows, d_model]`.
@@ -110,10 +112,10 @@ pub struct HeadLossForward<B: Backend> {
     pub weight: Weight<B>,
     /// `[rows]`.
     pub targets: Tensor<B, 1, Int>,
-    /// Smoothing, weight and chunk.
+    /// Smoothing, weight and chunk size.
     pub options: HeadLossOptions,
-    /// Which gradients for an upstream gradient of one are wanted, too: one pass over the vocabulary gives all, and the
-    /// backward pass scales them, and adds them to what there is.
+    /// The gradients to compute for an upstream gradient of one: a single pass over the vocabulary
+    /// computes all; the backward pass scales and accumulates them.
     pub wanted: HeadLossWanted,
 }
 
@@ -130,14 +132,14 @@ impl<B: Backend> Operands for HeadLossForward<B> {
     }
 }
 
-/// What the gradients of [`head_loss`] are scaled with.
+/// Operands of the backward pass.
 #[derive(Clone, Debug)]
 pub struct HeadLossBackward<B: Backend> {
     /// Gradient of the loss, `[1]`.
     pub grad: Tensor<B, 1>,
     /// The gradients for an upstream gradient of one.
     pub gradients: HeadLossGradients<B>,
-    /// What the gradient of the weight is added to, f32 of its shape: in its place, where nothing else holds it.
+    /// The weight's earlier gradient, f32 of its shape: added to in place, if not shared.
     pub sum: Option<Tensor<B, 2>>,
 }
 
@@ -156,9 +158,10 @@ impl<B: Backend> Operands for HeadLossBackward<B> {
     }
 }
 
-/// Output projection and cross entropy on a backend.
+/// Output projection and cross entropy of a backend.
 pub trait HeadLossOps: ReshapeOps + WeightOps {
-    /// Body of [`head_loss`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    /// [`head_loss`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together
+    /// here.
     fn head_loss(operands: Checked<HeadLossForward<Self>>) -> Tensor<Self, 1> {
         head_loss_forward(operands).loss
     }
@@ -166,21 +169,22 @@ pub trait HeadLossOps: ReshapeOps + WeightOps {
     fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
         reference::head_loss_forward(operands.into_inner())
     }
-    /// Backward of [`head_loss`]: the gradients, that of the weight with what it was to be added to.
+    /// Backward of [`head_loss`]: the gradients, that of the weight including its earlier one.
     fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> HeadLossGradients<Self> {
         reference::head_loss_backward(operands.into_inner())
     }
 }
 
-/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden * weight^T)` against `targets`.
+/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden *
+/// weight^T)` against `targets`.
 ///
 /// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, statistics and loss in f32;
 /// - `weight`: `[vocabulary, d_model]`;
-/// - `targets`: one for each row of `hidden`, in `0..vocabulary`. Any other, [`IGNORED_TARGET`] among them, does not
-///   count, on every backend.
+/// - `targets`: one per row of `hidden`, in `0..vocabulary`. Others, such as [`IGNORED_TARGET`], do
+///   not count, on every backend.
 ///
 /// # Panics
-/// If the number of targets and of rows differ, or `d_model` of `hidden` and of `weight`.
+/// If the numbers of targets and rows differ, or `d_model` of `hidden` and of `weight`.
 pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
     hidden: Tensor<B, D>,
     weight: impl Into<Weight<B>>,

@@ -1,4 +1,4 @@
-//! The head's loss from small operations, a chunk of rows at a time.
+//! The head's loss from basic operations, a chunk of rows at a time.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
@@ -6,7 +6,7 @@ use burn::tensor::{DType, Int, Tensor};
 use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOutput, HeadLossWanted};
 use crate::ops::weight::WeightOps;
 
-/// f32 logits held at a time when no chunk is asked for: 256 MB.
+/// Default f32 logits per chunk: 256 MB.
 const LOGITS: usize = 1 << 26;
 
 /// Reference forward of [`head_loss`](crate::head_loss()) over `[rows, d_model]`.
@@ -45,7 +45,7 @@ pub fn head_loss_forward<B: WeightOps>(operands: HeadLossForward<B>) -> HeadLoss
         if smoothing > 0.0 {
             nats = nats - logits.mean_dim(1).mul_scalar(smoothing);
         }
-        // Along a dimension: a sum over all may add in any order, and would not come out the same twice.
+        // Along a dimension: a sum over all elements has no fixed order.
         loss = loss + (nats * weighed.clone()).sum_dim(0).squeeze_dim::<1>(0);
 
         if gradients {

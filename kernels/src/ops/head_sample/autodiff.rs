@@ -1,4 +1,4 @@
-//! Sampling is for inference: in the graph it is the reference.
+//! Sampling is for inference: in the graph it runs its reference.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

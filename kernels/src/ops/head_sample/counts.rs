@@ -1,4 +1,4 @@
-//! What is known of the rows that tokens are drawn for.
+//! Token counts and sampling parameters of rows.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, ElementConversion, Int, Tensor, TensorData};
@@ -6,49 +6,51 @@ use burn::tensor::{DType, ElementConversion, Int, Tensor, TensorData};
 use super::{MOST_TOKENS, Sampling};
 use crate::checked::{Part, part};
 
-/// Numbers that a row has on the device: temperature, top-k, top-p, the logarithm of min-p, and three penalties.
+/// Numbers per row on the device: temperature, top-k, top-p, the logarithm of min-p, and three
+/// penalties.
 pub(crate) const NUMBERS: usize = 7;
 
-/// How often each token stands in some texts, on the device, and what its logit gets there: f32, `[texts, vocabulary]`, a line
-/// for each text.
+/// Token counts of sequences and biases of logits, on the device: f32, `[lines, vocabulary]`, a
+/// line per sequence.
 #[derive(Clone, Debug)]
 pub struct TokenCounts<B: Backend> {
-    /// How often in the prompt.
+    /// Counts in the prompt.
     pub prompt: Tensor<B, 2>,
-    /// How often behind it.
+    /// Counts in the generated tokens.
     pub written: Tensor<B, 2>,
-    /// What is added to the logit; [`FORBIDDEN`](Self::FORBIDDEN) keeps a token out.
+    /// Biases of logits; [`FORBIDDEN`](Self::FORBIDDEN) excludes a token.
     pub bias: Tensor<B, 2>,
 }
 
 impl<B: Backend> TokenCounts<B> {
-    /// A bias that no logit makes up for.
+    /// A bias that excludes a token.
     pub const FORBIDDEN: f32 = -1e30;
 
-    /// Room for `texts` texts of tokens in `0..vocabulary`, none of which has any.
-    pub fn new(texts: usize, vocabulary: usize, device: &B::Device) -> Self {
-        // In one row: some devices leave gaps between the rows of a matrix.
-        let zeros = || Tensor::<B, 1>::zeros([texts * vocabulary], (device, DType::F32)).reshape([texts, vocabulary]);
+    /// Zeroed lines for `lines` sequences of tokens in `0..vocabulary`.
+    pub fn new(lines: usize, vocabulary: usize, device: &B::Device) -> Self {
+        // Flat first: some devices pad the rows of a matrix.
+        let zeros = || Tensor::<B, 1>::zeros([lines * vocabulary], (device, DType::F32)).reshape([lines, vocabulary]);
         Self { prompt: zeros(), written: zeros(), bias: zeros() }
     }
 
-    /// Of prompts, one for each line, without biases.
+    /// For prompts, one per line, without biases.
     ///
     /// # Panics
-    /// If a token lies outside of the vocabulary.
+    /// If a token is outside of the vocabulary.
     pub fn of_prompts(prompts: &[&[u32]], vocabulary: usize, device: &B::Device) -> Self {
         let mut counts = Self::new(prompts.len(), vocabulary, device);
         prompts.iter().enumerate().for_each(|(line, prompt)| counts.begin(line, prompt, &[], &[]));
         counts
     }
 
-    /// Begins a text in a line: with its prompt, the tokens `written` behind it, and biases of tokens.
+    /// Starts a sequence in a line, with its prompt, the generated tokens `written`, and biases of
+    /// tokens.
     ///
     /// # Panics
-    /// If a token lies outside of the vocabulary, or there is no such line.
+    /// If a token is outside of the vocabulary, or the line does not exist.
     pub fn begin(&mut self, line: usize, prompt: &[u32], written: &[u32], biases: &[(u32, f32)]) {
         let [lines, vocabulary] = self.prompt.dims();
-        assert!(line < lines, "head_sample: line {line} of {lines} texts");
+        assert!(line < lines, "head_sample: line {line} of {lines}");
         for (all, tokens) in [(&mut self.prompt, prompt), (&mut self.written, written)] {
             let mut counts = vec![0u32; vocabulary];
             for token in tokens {
@@ -61,18 +63,19 @@ impl<B: Backend> TokenCounts<B> {
         self.bias.inplace(|all| all.slice_assign([line..line + 1, 0..vocabulary], bias));
     }
 
-    /// Lets a line's next token be one of `allowed` only, a bit for each token, 32 in a word, the lowest first; with `biases` beside.
-    /// It holds until the next call, or [`begin`](Self::begin).
+    /// Restricts a line's next token to `allowed`, one bit per token, 32 per word, lowest first,
+    /// and sets `biases`. Valid until the next call, or [`begin`](Self::begin).
     ///
     /// # Panics
-    /// If a biased token lies outside of the vocabulary, there is no such line, or there are fewer bits than tokens.
+    /// If a biased token is outside of the vocabulary, the line does not exist, or there are fewer
+    /// bits than tokens.
     pub fn allow(&mut self, line: usize, allowed: &[u32], biases: &[(u32, f32)]) {
         let [lines, vocabulary] = self.bias.dims();
-        assert!(line < lines, "head_sample: line {line} of {lines} texts");
+        assert!(line < lines, "head_sample: line {line} of {lines}");
         let words = vocabulary.div_ceil(32);
         assert!(allowed.len() >= words, "head_sample: {} words of bits for {vocabulary} tokens", allowed.len());
         let device = self.bias.device();
-        // The bits go over, a thirty-second of the biases that they become.
+        // Uploads the bits, a thirty-second of the resulting biases.
         let words = allowed[..words].iter().map(|word| word.cast_signed()).collect();
         let mut bias = fields(words, 1, vocabulary, &device).sub_scalar(1.0).mul_scalar(-Self::FORBIDDEN);
         if !biases.is_empty() {
@@ -82,14 +85,14 @@ impl<B: Backend> TokenCounts<B> {
     }
 }
 
-/// A token's place in a line.
+/// A token's index in a line.
 fn known(token: u32, vocabulary: usize) -> usize {
     let known = (token as usize) < vocabulary;
     assert!(known, "head_sample: token {token} of a vocabulary of {vocabulary} tokens");
     token as usize
 }
 
-/// A line of what is added to logits.
+/// A line of biases.
 fn biases_of<B: Backend>(biases: &[(u32, f32)], vocabulary: usize, device: &B::Device) -> Tensor<B, 2> {
     if biases.is_empty() {
         return Tensor::zeros([1, vocabulary], (device, DType::F32));
@@ -99,7 +102,7 @@ fn biases_of<B: Backend>(biases: &[(u32, f32)], vocabulary: usize, device: &B::D
     Tensor::from_data(TensorData::new(values, [1, vocabulary]), (device, DType::F32))
 }
 
-/// A line of numbers, of which as little goes over as may be: nothing where there are none, and a byte of each where these hold them.
+/// Uploads a line of numbers compactly: nothing if all are zero, and bytes if these suffice.
 fn numbers<B: Backend>(numbers: &[u32], device: &B::Device) -> Tensor<B, 2> {
     let shape = [1, numbers.len()];
     match numbers.iter().max() {
@@ -115,7 +118,7 @@ fn numbers<B: Backend>(numbers: &[u32], device: &B::Device) -> Tensor<B, 2> {
     }
 }
 
-/// A line of `count` numbers of so many bits each, as many in a word as it has room for, the lowest first.
+/// A line of `count` numbers of this many bits each, as many per word as fit, lowest first.
 fn fields<B: Backend>(words: Vec<i32>, bits: u32, count: usize, device: &B::Device) -> Tensor<B, 2> {
     let (each, all) = ((32 / bits) as usize, words.len());
     let words = Tensor::<B, 1, Int>::from_data(TensorData::new(words, [all]), device);
@@ -126,12 +129,12 @@ fn fields<B: Backend>(words: Vec<i32>, bits: u32, count: usize, device: &B::Devi
     fields.reshape([1, each * all]).narrow(1, 0, count).float().cast(DType::F32)
 }
 
-/// A row that tokens are drawn for.
+/// A row to sample a token for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SampledRow {
-    /// How.
+    /// Its sampling parameters.
     pub sampling: Sampling,
-    /// The line of [`TokenCounts`] that its text has, if it has one: penalties and biases are those of this line.
+    /// Its sequence's line of [`TokenCounts`], if any, for penalties and biases.
     pub line: Option<usize>,
 }
 
@@ -141,7 +144,7 @@ impl From<Sampling> for SampledRow {
     }
 }
 
-/// Rows that are drawn for alike: which cuts there are, and whether logits are changed before.
+/// Rows sampled alike: which truncations apply, and whether logits are modified first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Kind {
     pub(crate) draws: bool,
@@ -164,43 +167,44 @@ impl Kind {
     }
 }
 
-/// The rows of a batch that tokens are drawn for, each in its own way.
+/// The rows of a batch to sample, each with its own parameters.
 #[derive(Clone, Debug)]
 pub struct SampledRows<B: Backend> {
     pub(crate) rows: Vec<SampledRow>,
-    /// How many rows there are of each kind.
+    /// Number of rows of each kind.
     pub(crate) kinds: Vec<(Kind, usize)>,
-    /// Rows of the first kind, then those of the second, and so on, `[rows]`.
+    /// Row indices grouped by kind, `[rows]`.
     pub(crate) members: Tensor<B, 1, Int>,
-    /// The row of random bits that each draws by, `[rows]`.
+    /// The random stream of each row, `[rows]`.
     pub(crate) streams: Tensor<B, 1, Int>,
-    /// The line of counts that each has, `[rows]`; -1 where it has none.
+    /// The line of counts of each row, `[rows]`; -1 for none.
     pub(crate) lines: Tensor<B, 1, Int>,
     /// `[rows, NUMBERS]`.
     pub(crate) numbers: Tensor<B, 2>,
 }
 
 impl<B: Backend> SampledRows<B> {
-    /// How many rows there are.
+    /// Number of rows.
     pub fn count(&self) -> usize {
         self.rows.len()
     }
 
-    /// Whether each row takes its likeliest token, with nothing taken from or added to a logit.
+    /// Whether all rows are greedy, with unmodified logits.
     pub fn are_greedy(&self) -> bool {
         self.kinds.iter().all(|(kind, _)| !kind.draws && !kind.counted)
     }
 
-    /// These rows, in the order of a batch.
+    /// From rows in batch order.
     ///
     /// # Panics
-    /// If there are none, two have one line, or a row's numbers make no distribution: see [`Sampling::validate`].
+    /// If there are none, two share a line, or a row's parameters are invalid: see
+    /// [`Sampling::validate`].
     pub fn new(rows: &[SampledRow], device: &B::Device) -> Self {
         assert!(!rows.is_empty(), "head_sample: no rows");
         if let Some(reason) = rows.iter().find_map(|row| row.sampling.validate().err()) {
             panic!("head_sample: {reason}");
         }
-        // Each row counts what it draws in its line, all at once.
+        // Rows count their tokens in their lines concurrently.
         let mut lines: Vec<usize> = rows.iter().filter_map(|row| row.line).collect();
         lines.sort_unstable();
         if let Some(pair) = lines.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -237,33 +241,34 @@ impl<B: Backend> SampledRows<B> {
         &self.rows
     }
 
-    /// Checks that they are as many as the logits `[batch_size, vocabulary]` that `beside` lies beside, and that each line is there.
+    /// Checks that there is a row for each of the logits `[batch_size, vocabulary]`, on the device
+    /// of `like`, and that each line exists.
     pub(crate) fn check(
         &self,
         op: &'static str,
         counts: Option<&TokenCounts<B>>,
         [batch_size, vocabulary]: [usize; 2],
-        beside: &Part<'_, B::Device>,
+        like: &Part<'_, B::Device>,
     ) {
         assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
         let Self { rows, kinds, members, streams, lines, numbers } = self;
-        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], beside);
+        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], like);
         for (name, x) in [("members", members), ("lines", lines)] {
-            part(op, name, x).shaped(&[batch_size], beside).alike(&streams);
+            part(op, name, x).shaped(&[batch_size], like).alike(&streams);
         }
-        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], beside);
+        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], like);
         assert_eq!(kinds.iter().map(|(_, count)| count).sum::<usize>(), batch_size, "{op}: rows of all kinds");
         let lines = rows.iter().filter_map(|row| row.line).max().map_or(0, |last| last + 1);
         match counts {
             Some(TokenCounts { prompt, written, bias }) => {
-                let texts = prompt.dims()[0];
-                let shape = [texts, vocabulary];
-                assert!(lines <= texts, "{op}: line {} of {texts} texts", lines.saturating_sub(1));
-                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, beside);
-                part(op, "counts of written tokens", written).of(DType::F32).shaped(&shape, beside);
-                part(op, "biases", bias).of(DType::F32).shaped(&shape, beside);
+                let n_lines = prompt.dims()[0];
+                let shape = [n_lines, vocabulary];
+                assert!(lines <= n_lines, "{op}: line {} of {n_lines}", lines.saturating_sub(1));
+                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, like);
+                part(op, "counts of generated tokens", written).of(DType::F32).shaped(&shape, like);
+                part(op, "biases", bias).of(DType::F32).shaped(&shape, like);
             }
-            None => assert!(lines == 0, "{op}: line {} of no texts", lines.saturating_sub(1)),
+            None => assert!(lines == 0, "{op}: line {} without counts", lines.saturating_sub(1)),
         }
     }
 }

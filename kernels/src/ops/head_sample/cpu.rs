@@ -51,7 +51,7 @@ fn draw(Draw { logits, rows, positions, mut counts }: Draw<'_, NdArray>) -> Tens
     Tensor::from_data(TensorData::new(chosen, [batch_size]), &device)
 }
 
-/// Changes logits by what a text has: counts of its prompt and of what is behind it, and biases.
+/// Applies biases and the penalties of a sequence's counts to logits.
 fn penalise(logits: &mut [f32], [prompt, written, bias]: [&[f32]; 3], penalties: Penalties) {
     let Penalties { repetition, presence, frequency } = penalties;
     for (((logit, prompt), written), bias) in logits.iter_mut().zip(prompt).zip(written).zip(bias) {
@@ -65,7 +65,7 @@ fn penalise(logits: &mut [f32], [prompt, written, bias]: [&[f32]; 3], penalties:
     }
 }
 
-/// The token that one row draws.
+/// The token sampled for one row.
 fn chosen_of(logits: &mut [f32], sampling: &Sampling, position: u32) -> usize {
     if sampling.temperature <= 0.0 {
         return arg_max(logits.iter().copied());
@@ -96,15 +96,17 @@ fn chosen_of(logits: &mut [f32], sampling: &Sampling, position: u32) -> usize {
     gumbel_max(logits, cut, key.row(key.row_word(sampling.stream) ^ position))
 }
 
-/// Tokens that are looked at together.
+/// Tokens per step.
 const TOGETHER: usize = 64;
 
-/// The token with the largest sum of its logit and a Gumbel variable, `-ln(-ln(u))` of a uniform `u`, of those from `cut` on.
+/// The token from `cut` on with the largest sum of its logit and a Gumbel variable, `-ln(-ln(u))`
+/// of a uniform `u`.
 ///
-/// A token's sum is above the best so far if `-ln(u) < w`, where `w` is e to its logit less the best. Since `-ln(u)` is above
-/// `1 - u`, only tokens with `1 - u < w` have logarithms taken, which are a few dozen of a vocabulary.
+/// A token's sum exceeds the best so far if `-ln(u) < w`, where `w` is e to the power of its logit
+/// less the best. Since `-ln(u)` exceeds `1 - u`, only tokens with `1 - u < w` need logarithms, a
+/// few dozen of a vocabulary.
 fn gumbel_max(logits: &[f32], cut: f32, bits: RowBits) -> usize {
-    // Wider than what rounding makes of both sides.
+    // With a margin for rounding.
     const MARGIN: f32 = 1.0 + 1e-5;
     let uniform = |bits: u32| (f64::from(bits) + 0.5) / f64::from(RANGE);
     vectorised(

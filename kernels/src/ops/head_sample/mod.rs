@@ -1,4 +1,5 @@
-//! Output projection and sampling in one: only the chosen tokens leave, and they stay on the device.
+//! Output projection and sampling in one operation: only the sampled tokens leave it, and stay on
+//! the device.
 
 mod autodiff;
 mod counts;
@@ -27,23 +28,23 @@ use crate::recorder::{self, Call};
 use crate::rehearsal;
 use crate::selection::dispatch;
 
-/// Tokens that a vocabulary may have: kernels compare their numbers as f32, which holds these exactly.
+/// Maximum vocabulary size: kernels compare token ids in f32, where these are exact.
 const MOST_TOKENS: usize = 1 << 24;
 
-/// What tokens that a text has already lose. The default takes nothing.
+/// Penalties of tokens that a sequence already has. The default has no effect.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
-    /// Positive logits of tokens in the prompt or behind it are divided by it, negative ones multiplied (Keskar et al.,
-    /// 2019, "CTRL"). One takes nothing.
+    /// Repetition penalty: divides positive logits of tokens in the prompt or the output, and
+    /// multiplies negative ones (Keskar et al., 2019, "CTRL"). One has no effect.
     pub repetition: f64,
-    /// Taken from the logit of each token written so far.
+    /// Presence penalty: subtracted from the logit of every token already generated.
     pub presence: f64,
-    /// Taken from the logit of a token for each time that it was written so far.
+    /// Frequency penalty: subtracted from a token's logit for each time it was already generated.
     pub frequency: f64,
 }
 
 impl Penalties {
-    /// Whether nothing is taken.
+    /// Whether they have no effect.
     pub fn are_none(&self) -> bool {
         *self == Self::default()
     }
@@ -55,72 +56,74 @@ impl Default for Penalties {
     }
 }
 
-/// How a token is chosen from the logits.
+/// Sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Zero takes the likeliest token; above zero, logits are divided by it.
+    /// Temperature: divides the logits; zero is greedy.
     pub temperature: f64,
-    /// Only this many likeliest tokens are drawn from, ties with the last included.
+    /// Top-k sampling, including ties with the last.
     pub top_k: Option<usize>,
-    /// Only the likeliest tokens whose probabilities first reach this sum are drawn from (Holtzman et al., 2020).
+    /// Top-p sampling: the smallest set of top tokens with this total probability (Holtzman et al.,
+    /// 2020).
     pub top_p: Option<f64>,
-    /// Only tokens at least this likely, as a share of the likeliest one's probability, are drawn from (Nguyen et al.,
-    /// 2024).
+    /// Min-p sampling: tokens with at least this share of the top token's probability (Nguyen et
+    /// al., 2024).
     pub min_p: Option<f64>,
-    /// Taken from logits before anything else, where the tokens so far are known.
+    /// Penalties, applied to the logits first, if token counts are known.
     pub penalties: Penalties,
-    /// Which random numbers it draws by.
+    /// Its random stream.
     pub stream: u32,
 }
 
 impl Sampling {
-    /// The likeliest token.
+    /// Greedy sampling.
     pub fn greedy() -> Self {
         let penalties = Penalties::default();
         Self { temperature: 0.0, top_k: None, top_p: None, min_p: None, penalties, stream: 0 }
     }
 
-    /// A draw at `temperature`.
+    /// With a temperature.
     pub fn with_temperature(mut self, temperature: f64) -> Self {
         self.temperature = temperature;
         self
     }
 
-    /// By the random numbers of a text: the same for the same seed and number, whatever is drawn beside it.
+    /// With the random stream of a sequence: the same for the same seed and index, in any batch.
     pub fn with_seed(mut self, seed: u64, text: u64) -> Self {
         self.stream = RandomKey::new(seed).fold(text).word();
         self
     }
 
-    /// Among the `top_k` likeliest.
+    /// With top-k.
     pub fn with_top_k(mut self, top_k: Option<usize>) -> Self {
         self.top_k = top_k;
         self
     }
 
-    /// Among the likeliest that make up `top_p`.
+    /// With top-p.
     pub fn with_top_p(mut self, top_p: Option<f64>) -> Self {
         self.top_p = top_p;
         self
     }
 
-    /// Among those at least `min_p` times as likely as the likeliest.
+    /// With min-p.
     pub fn with_min_p(mut self, min_p: Option<f64>) -> Self {
         self.min_p = min_p;
         self
     }
 
-    /// After penalties.
+    /// With penalties.
     pub fn with_penalties(mut self, penalties: Penalties) -> Self {
         self.penalties = penalties;
         self
     }
 
-    /// Refuses numbers that make no distribution in f32, as the device has them.
+    /// Checks that the parameters are valid in f32, as used on the device.
     ///
     /// # Errors
-    /// Names the number: a temperature that is negative, not finite, or above zero but zero in f32; a top-p outside (0, 1]; a
-    /// min-p outside [0, 1]; a repetition penalty that is not above zero, or a penalty that is not finite.
+    /// Names the value: a temperature that is negative, not finite, or above zero but zero in f32;
+    /// a top-p outside of (0, 1]; a min-p outside of [0, 1]; a repetition penalty that is not above
+    /// zero, or a penalty that is not finite.
     pub fn validate(&self) -> Result<(), String> {
         let Self { temperature, top_p, min_p, penalties, .. } = *self;
         let as_f32 = temperature as f32;
@@ -141,13 +144,13 @@ impl Sampling {
         Ok(())
     }
 
-    /// Its numbers on the device.
+    /// Its parameters on the device.
     fn numbers(&self) -> [f32; NUMBERS] {
         let Penalties { repetition, presence, frequency } = self.penalties;
         [
             self.temperature as f32,
             self.top_k.map_or(MOST_TOKENS, |top_k| top_k.clamp(1, MOST_TOKENS)) as f32,
-            // One so small that it is zero in f32 leaves the top token, as any other of its kind.
+            // If it underflows to zero in f32, only the top token is kept, like for any tiny value.
             (self.top_p.unwrap_or(1.0) as f32).max(f32::MIN_POSITIVE),
             self.min_p.map_or(f32::NEG_INFINITY, |min_p| min_p.ln() as f32),
             repetition as f32,
@@ -157,7 +160,7 @@ impl Sampling {
     }
 }
 
-/// What the logits of [`head_sample`] are computed with.
+/// Operands of the logits.
 #[derive(Clone, Debug)]
 pub struct Logits<B: Backend> {
     /// `[batch_size, d_model]`.
@@ -174,16 +177,16 @@ impl<B: Backend> Operands for Logits<B> {
     }
 }
 
-/// What [`head_sample`] draws from.
+/// Operands of sampling.
 #[derive(Debug)]
 pub struct Draw<'a, B: Backend> {
     /// `[batch_size, vocabulary]`, f32.
     pub logits: Tensor<B, 2>,
-    /// How each row draws.
+    /// Sampling parameters of each row.
     pub rows: &'a SampledRows<B>,
-    /// Where the token stands that each row's logits follow from, `[batch_size]`.
+    /// Position of the last token of each row, `[batch_size]`.
     pub positions: Tensor<B, 1, Int>,
-    /// The texts of rows that have lines; the chosen tokens are counted there.
+    /// Token counts of rows with lines; sampled tokens are added.
     pub counts: Option<&'a mut TokenCounts<B>>,
 }
 
@@ -197,7 +200,7 @@ impl<B: Backend> Operands for Draw<'_, B> {
     }
 }
 
-/// Output projection and sampling on a backend. They have no gradient.
+/// Output projection and sampling of a backend. They have no gradient.
 pub trait HeadSampleOps: LinearOps {
     /// The first half of [`head_sample`]: logits `[batch_size, vocabulary]`, f32.
     fn logits(operands: Checked<Logits<Self>>) -> Tensor<Self, 2> {
@@ -209,18 +212,18 @@ pub trait HeadSampleOps: LinearOps {
     }
 }
 
-/// A token for each row of `hidden` `[batch_size, d_model]`, drawn from `softmax(hidden * weight^T / temperature)`,
-/// `weight` being `[vocabulary, d_model]`: `[batch_size]` integers on the device.
+/// Samples a token for each row of `hidden` `[batch_size, d_model]` from `softmax(hidden * weight^T
+/// / temperature)`, with `weight` `[vocabulary, d_model]`: `[batch_size]` integers on the device.
 ///
-/// Each row draws in its own way. Where it has a line in `counts`, biases come first and penalties for the tokens that its
-/// text has; then temperature, top-k, top-p to what that leaves, and min-p. The draw is Gumbel's (the arg max of logits plus
-/// noise), and the noise of a token a pure function of the row's [`stream`](Sampling::stream) and its position: a row draws
-/// the same alone and in any batch.
+/// Each row has its own parameters. If it has a line in `counts`, biases and penalties come first;
+/// then temperature, top-k, top-p over the rest, and min-p. Sampling is Gumbel's (the argmax of
+/// logits plus noise), and a token's noise is a pure function of the row's
+/// [`stream`](Sampling::stream) and its position: a row samples the same alone and in any batch.
 ///
-/// A row with a logit that is not a number draws -1, on every backend, and counts nothing.
+/// A row with a NaN logit samples -1, on every backend, and counts nothing.
 ///
 /// # Panics
-/// If there are not as many rows or positions as lines of `hidden`, or the sizes do not fit each other.
+/// If the numbers of rows or positions differ from that of `hidden`, or sizes do not fit.
 pub fn head_sample<B: HeadSampleOps>(
     hidden: Tensor<B, 2>,
     weight: impl Into<Weight<B>>,
@@ -233,10 +236,11 @@ pub fn head_sample<B: HeadSampleOps>(
     drawn(logits_of(hidden, weight), rows, positions, counts)
 }
 
-/// [`head_sample`] together with the logits that it draws from, f32 `[batch_size, vocabulary]`, before biases and penalties.
+/// [`head_sample`] that also returns the logits, f32 `[batch_size, vocabulary]`, before biases and
+/// penalties.
 ///
 /// # Panics
-/// As [`head_sample`] does.
+/// As [`head_sample`].
 pub fn head_sample_logits<B: HeadSampleOps>(
     hidden: Tensor<B, 2>,
     weight: impl Into<Weight<B>>,
@@ -250,10 +254,11 @@ pub fn head_sample_logits<B: HeadSampleOps>(
     (drawn(logits.clone(), rows, positions, counts), logits)
 }
 
-/// The second half of [`head_sample`]: a token for each row of `logits` `[batch_size, vocabulary]`, f32.
+/// The second half of [`head_sample`]: samples a token for each row of `logits` `[batch_size,
+/// vocabulary]`, f32.
 ///
 /// # Panics
-/// As [`head_sample`] does.
+/// As [`head_sample`].
 pub fn draw<B: HeadSampleOps>(
     logits: Tensor<B, 2>,
     rows: &SampledRows<B>,
@@ -291,7 +296,7 @@ fn operands_of<B: Backend>(hidden: &Tensor<B, 2>, weight: &Weight<B>) -> Call {
     Call::reads([recorder::operand(hidden), weight]).computes(flops as u64)
 }
 
-/// What the random numbers of all draws begin from.
+/// The base key of all sampling.
 pub(crate) fn draws_key() -> RandomKey {
     RandomKey::new(0)
 }

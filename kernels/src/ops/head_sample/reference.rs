@@ -1,4 +1,5 @@
-//! Sampling from small operations. No sort: the cut of top-k and top-p is found by halving an interval.
+//! Sampling from basic operations, without sorting: the threshold of top-k and top-p is found by
+//! bisection.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, ElementConversion, IndexingUpdateOp, Int, Tensor};
@@ -9,7 +10,7 @@ use crate::ops::linear::{LinearForward, linear_rows};
 use crate::random::RANGE;
 use crate::random::reference::bits_of_rows;
 
-/// Halvings until the interval around the cut is far below the spacing of f32 logits.
+/// Bisection steps until the interval around the threshold is far below the spacing of f32 logits.
 const HALVINGS: usize = 40;
 
 /// Reference logits of [`head_sample`](crate::head_sample()), f32.
@@ -51,7 +52,7 @@ fn draw_row<B: Backend>(
             logits = keep(logits, probabilities, top_p);
         }
         if let Some(min_p) = sampling.min_p.filter(|min_p| *min_p > 0.0) {
-            // Probabilities are to each other as their logits' differences say.
+            // Ratios of probabilities follow from differences of logits.
             let least = logits.clone().max_dim(1).add_scalar(min_p.ln());
             let below = logits.clone().lower(least.expand([1, vocabulary]));
             logits = logits.mask_fill(below, MASKED);
@@ -72,7 +73,8 @@ fn draw_row<B: Backend>(
     chosen.mask_fill(broken, -1).squeeze_dim(1)
 }
 
-/// Logits after biases and penalties; `counts` are those of the prompt, those behind it, and the biases.
+/// Logits after biases and penalties; `counts` are those of the prompt, those of the generated
+/// tokens, and the biases.
 fn penalised<B: Backend>(
     logits: Tensor<B, 2>,
     penalties: Penalties,
@@ -88,10 +90,12 @@ fn penalised<B: Backend>(
     logits - present - written.mul_scalar(frequency)
 }
 
-/// Keeps, in each row, the fewest largest logits (ties included) whose weights sum to `wanted` at least.
+/// Keeps, in each row, the fewest largest logits (with ties) whose weights sum to at least
+/// `wanted`.
 fn keep<B: Backend>(logits: Tensor<B, 2>, weights: Tensor<B, 2>, wanted: f64) -> Tensor<B, 2> {
     let shape = logits.dims();
-    // Excluded tokens of an earlier cut stand far below: start above them, or halving would never reach the rest.
+    // Logits excluded by an earlier cut are far below: start above them, or bisection would not
+    // reach the rest.
     let included = logits.clone().greater_elem(MASKED / 2.0);
     let mut high = logits.clone().max_dim(1);
     let mut low = logits.clone().mask_where(included.bool_not(), high.clone().expand(shape)).min_dim(1);

@@ -1,5 +1,5 @@
-//! Projections in the graph, with what stands behind them; a norm before them is a node of its own. A bias or residual
-//! that is not there stands as an untracked tensor.
+//! Projections in the graph, with what stands behind them; a norm before them is a node of its own.
+//! A bias or residual that is not there stands as an untracked tensor.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;

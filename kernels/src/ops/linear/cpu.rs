@@ -4,42 +4,26 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::reference::activation_gradient;
-use super::{
-    LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, Wanted, float_weight, normed,
-};
+use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, Wanted, normed};
 use crate::checked::Checked;
 use crate::cpu::{
-    DotProducts, Matrix, QuantizedRows, Values, new_columns, new_product, sum_over_rows, tensor, wide_product,
+    DOT_PRODUCT_ROWS, DotProducts, Inputs, Matrix, QuantizedRows, Values, new_columns, new_product, stored_gradient,
+    stored_product, sum_over_rows, tensor, wide_product,
 };
-use crate::ops::activation::activate_rows;
-use crate::ops::activation::cpu::{activate_beside, activate_by_slopes};
+use crate::ops::activation::cpu::{activate_by_slopes, activate_keeping_slopes};
 use crate::ops::dropout::dropout_rows;
-use crate::quant::{QuantizedWeight, RowFormat, Weight, with_format};
-
-/// Products of so few rows are a dot product for each of their elements.
-pub(crate) const DOT_PRODUCT_ROWS: usize = 16;
+use crate::quant::Weight;
 
 impl LinearOps for NdArray {
     /// Slopes are saved, so that the activation is computed once.
     fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
         let LinearForward { x, weight, bias, activation, dropout, residual, keeps, .. } = normed(operands.into_inner());
         let shape = [x.dims()[0], weight.dims()[0]];
-        // Nothing is saved, and nothing dropped.
-        let plain = dropout.is_none() && (!keeps || activation.is_none());
-        let weight = match weight {
-            Weight::Quantized(weight) if plain && shape[0] <= DOT_PRODUCT_ROWS => {
-                let product = quantized_product(x, weight, bias, residual);
-                let output = match activation {
-                    Some(activation) => activate_rows(product, activation),
-                    None => product,
-                };
-                return LinearOutput { output, saved: None };
-            }
-            weight => float_weight(weight, &x),
-        };
+        // A gradient is that of the weights with the inputs as they are.
+        let weight = Stored::of(weight, if keeps { Inputs::Exact } else { Inputs::Quantized });
         if let Some(activation) = activation {
             let mut projected = project(x, weight, bias, |_, _, _| {});
-            let output = activate_beside(&mut projected, shape, activation);
+            let output = activate_keeping_slopes(&mut projected, shape, activation);
             return LinearOutput { output, saved: Some(Saved::Slopes(tensor(projected, shape))) };
         }
         let output = match (residual, dropout) {
@@ -64,45 +48,29 @@ impl LinearOps for NdArray {
             None => grad,
         };
         let wanted = Wanted { bias: wanted.bias && bias.is_some(), ..wanted };
-        let weight = float_weight(weight, &x);
         linear_backward(grad, x, weight, wanted, sum)
     }
 }
 
-/// `residual + x * weight^T + bias` of few rows with a quantized weight, which is read as it is stored.
-pub(crate) fn quantized_product(
-    x: Tensor<NdArray, 2>,
-    weight: QuantizedWeight<NdArray>,
-    bias: Option<Tensor<NdArray, 1>>,
-    residual: Option<Tensor<NdArray, 2>>,
-) -> Tensor<NdArray, 2> {
-    let [rows, d_input] = x.dims();
-    let ([d_output, _], format) = (weight.dims(), weight.format);
-    let (x, weight) = (Values::rows(x), QuantizedRows::of(weight));
-    let (bias, residual) = (bias.map(Values::rows), residual.map(Values::rows));
-    let out = with_format!(format, F => new_columns(
-        rows,
-        d_output,
-        rows * d_input,
-        #[inline(always)]
-        |columns, out| {
-            for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
-                let x = &x[row * d_input..][..d_input];
-                for (column, out) in columns.clone().zip(out) {
-                    let added = bias.as_ref().map_or(0.0, |bias| bias[column]);
-                    let around = residual.as_ref().map_or(0.0, |residual| residual[row * d_output + column]);
-                    *out = F::dot(x, weight.row(column)) + added + around;
-                }
-            }
-        },
-    ));
-    tensor(out, [rows, d_output])
+/// A weight as its products read it.
+enum Stored {
+    Float(Tensor<NdArray, 2>),
+    Quantized(Vec<QuantizedRows>, Inputs),
+}
+
+impl Stored {
+    fn of(weight: Weight<NdArray>, inputs: Inputs) -> Self {
+        match QuantizedRows::parts(weight) {
+            Ok(parts) => Self::Quantized(parts, inputs),
+            Err(floats) => Self::Float(floats),
+        }
+    }
 }
 
 /// `residual + x * weight^T + bias`.
 fn project_add(
     x: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
+    weight: Stored,
     bias: Option<Tensor<NdArray, 1>>,
     residual: Tensor<NdArray, 2>,
 ) -> Tensor<NdArray, 2> {
@@ -117,21 +85,27 @@ fn project_add(
 /// `x * weight^T + bias`, and then `then` as in [`new_product`].
 fn project(
     x: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
+    weight: Stored,
     bias: Option<Tensor<NdArray, 1>>,
     then: impl Fn(usize, usize, &mut [f32]) + Sync,
 ) -> Vec<f32> {
     let [rows, d_input] = x.dims();
-    let [d_output, _] = weight.dims();
-    let (x, weight, bias) = (Values::rows(x), Values::rows(weight), bias.map(Values::rows));
+    let (x, bias) = (Values::rows(x), bias.map(Values::rows));
     let then = |row: usize, column: usize, out: &mut [f32]| {
         if let Some(bias) = &bias {
             out.iter_mut().zip(&bias[column..]).for_each(|(out, bias)| *out += bias);
         }
         then(row, column, out);
     };
+    let weight = match weight {
+        Stored::Quantized(parts, inputs) => return stored_product(&x, rows, &parts, inputs, then),
+        Stored::Float(weight) => weight,
+    };
+    let [d_output, _] = weight.dims();
+    let weight = Values::rows(weight);
     if rows <= DOT_PRODUCT_ROWS {
-        // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
+        // The weight is read once, in its stored layout: packing it for a product of many rows
+        // takes longer than this one.
         return new_columns(
             rows,
             d_output,
@@ -146,7 +120,8 @@ fn project(
             },
         );
     }
-    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input], as the operands were checked.
+    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input], as the operands were
+    // checked.
     unsafe {
         let weight = Matrix::of(&weight, d_input).transposed();
         new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, then)
@@ -156,15 +131,20 @@ fn project(
 fn linear_backward(
     grad: Tensor<NdArray, 2>,
     x: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
+    weight: Weight<NdArray>,
     wanted: Wanted,
     sum: Option<Tensor<NdArray, 2>>,
 ) -> LinearGradients<NdArray> {
     let [rows, d_input] = x.dims();
     let d_output = weight.dims()[0];
-    let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
+    let (grad, x) = (Values::rows(grad), Values::rows(x));
+    let weight = QuantizedRows::parts(weight).map_err(Values::rows);
     let d_x = || {
-        let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(&weight, d_input));
+        let weight = match &weight {
+            Ok(parts) => return stored_gradient(&grad, rows, parts),
+            Err(weight) => weight,
+        };
+        let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(weight, d_input));
         // SAFETY: the slices hold [rows, d_output] and [d_output, d_input].
         unsafe { new_product([rows, d_output, d_input], grad, weight, |_, _, _| {}) }
     };
@@ -172,9 +152,9 @@ fn linear_backward(
     let d_weight = || {
         let adds = sum.is_some();
         let mut d_weight = sum.unwrap_or_else(|| Vec::with_capacity(d_output * d_input));
-        // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for [d_output, d_input], all
-        // of which is written, and holds as many where they are added to. Its rows are the product's columns, so that each slab reads
-        // its own part of `grad`.
+        // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for
+        // [d_output, d_input], all of which is written, and holds as many where they are added to.
+        // Its rows are the product's columns, so that each slab reads its own part of `grad`.
         unsafe {
             let out = Matrix::at(d_weight.as_mut_ptr(), d_input as isize, 1).transposed();
             let x = Matrix::of(&x, d_input).transposed();

@@ -1,7 +1,8 @@
-//! Projections, alone and with what stands before and after them in a transformer.
+//! Projections, with fused norms before and epilogues after them.
 //!
-//! Weights lie as on the hub, `[d_output, d_input]`. The product runs in the dtype of the input: a weight stored in
-//! another one is cast, and parameter gradients are f32. Gradients flow through quantized weights, which have none.
+//! Weights are stored as on the hub, `[d_output, d_input]`. The product runs in the dtype of the
+//! input: a weight of another dtype is cast, and parameter gradients are f32. Gradients flow
+//! through quantized weights, which have none.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -130,8 +131,8 @@ parts!(LinearOutput { output, saved });
 pub enum Saved<B: Backend> {
     /// The product without the bias.
     Product(Tensor<B, 2>),
-    /// What the gradient of the output is multiplied by: the slopes of the activation; where that gates, `up * kind'(gate)` and
-    /// then `kind(gate)`.
+    /// What the gradient of the output is multiplied by: the slopes of the activation; where that
+    /// gates, `up * kind'(gate)` and then `kind(gate)`.
     Slopes(Tensor<B, 2>),
 }
 
@@ -191,7 +192,8 @@ pub struct LinearBackward<B: Backend> {
     pub activation: Option<(Activation, Saved<B>)>,
     /// The dropout of the forward pass.
     pub dropout: Option<Dropout>,
-    /// What the gradient of the weight is added to, f32 `[d_output, d_input]`: in its place, where nothing else holds it.
+    /// What the gradient of the weight is added to, f32 `[d_output, d_input]`: in its place, where
+    /// nothing else holds it.
     pub sum: Option<Tensor<B, 2>>,
 }
 
@@ -300,11 +302,12 @@ pub fn linear_add<B: LinearOps, const D: usize>(
     })
 }
 
-/// Normalises `x` `[.., d_model]` where there is a norm, projects it by `weight` `[d_ff, d_model]`, or by gate and up
-/// in one `[2 * d_ff, d_model]`, and applies `activation`: `[.., d_ff]`.
+/// Normalises `x` `[.., d_model]` where there is a norm, projects it by `weight` `[d_ff, d_model]`,
+/// or by gate and up in one `[2 * d_ff, d_model]`, and applies `activation`: `[.., d_ff]`.
 ///
 /// # Panics
-/// If the sizes do not fit each other, or the activation gates and `weight` has an odd number of rows.
+/// If the sizes do not fit each other, or the activation gates and `weight` has an odd number of
+/// rows.
 pub fn norm_gate_up<B: LinearOps, const D: usize>(
     x: Tensor<B, D>,
     norm: Option<&Norm<B>>,

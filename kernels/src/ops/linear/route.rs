@@ -14,8 +14,8 @@
 //!     else ------------------------------> cubek's own choice (Gemm::Cubek)
 //! ```
 //!
-//! Thresholds were measured (`docs/performance-log.md`); nothing is tuned at run time. What depends on how large the device is
-//! is counted in its multiprocessors.
+//! Thresholds were measured (`docs/log/2026-11.md`); nothing is tuned at run time. What depends on
+//! how large the device is is counted in its multiprocessors.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -30,13 +30,13 @@ use crate::cuda::{self, Arch};
 use crate::multiprocessors::multiprocessors;
 use crate::products::takes_tf32;
 
-/// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so
-/// it is read once, and the norm before the product and its epilogue run in the same launch. With more rows, reusing the
-/// weight in a GEMM is worth more.
+/// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into
+/// reading the weight, so it is read once, and the norm before the product and its epilogue run in
+/// the same launch. With more rows, reusing the weight in a GEMM is worth more.
 pub(crate) const SKINNY_ROWS: usize = 32;
 
-/// Rows of the skinniest products, a tile of `mma`; elements of a weight that is large, as a head's is; and the fewest that more rows are worth
-/// a GEMM for.
+/// Rows of the skinniest products, a tile of `mma`; elements of a weight that is large, as a head's
+/// is; and the fewest that more rows are worth a GEMM for.
 #[cfg(feature = "cuda")]
 const SKINNIEST: usize = 8;
 #[cfg(feature = "cuda")]
@@ -48,7 +48,8 @@ const FEW_ROWS_WEIGHT: usize = 1 << 18;
 const TILE: usize = 128;
 /// The tile of a cube in the kernel behind TMA, rows and columns.
 pub(crate) const TMA_TILE: [usize; 2] = [256, 128];
-/// Bytes of shared memory that this takes, or somewhat less: two stages of 64 columns of both matrices, and the result.
+/// Bytes of shared memory that this takes, or somewhat less: two stages of 64 columns of both
+/// matrices, and the result.
 const TMA_SHARED_BYTES: usize = 112 << 10;
 
 /// A slice of split-K is at least so long: a shorter one is over before its pipeline is full.
@@ -57,15 +58,16 @@ const MIN_SLICE: usize = 512;
 const MAX_SLICES: usize = 32;
 /// The fewest: two do not make up for the launch that adds them.
 const MIN_SLICES: usize = 4;
-/// Multiplications that a multiprocessor with tensor cores does in the time in which the memory moves a byte for it: 1e12
-/// a second against 3.3e12 bytes for 132 of them.
+/// Multiplications that a multiprocessor with tensor cores does in the time in which the memory
+/// moves a byte for it: 1e12 a second against 3.3e12 bytes for 132 of them.
 const MULTIPLICATIONS_PER_BYTE: f64 = 40.0;
 
-/// The most multiplications of the small tensor-core GEMM: its tile of 64 by 64 reads each operand twice as often as the
-/// larger ones, which pays only where a launch costs as much as the product.
+/// The most multiplications of the small tensor-core GEMM: its tile of 64 by 64 reads each operand
+/// twice as often as the larger ones, which pays only where a launch costs as much as the product.
 const MOST_SMALL: usize = 1 << 28;
 
-/// Edge of the SIMT GEMM's tile, and the fewest tiles that it is for: with fewer, smaller tiles fill the device better.
+/// Edge of the SIMT GEMM's tile, and the fewest tiles that it is for: with fewer, smaller tiles
+/// fill the device better.
 const SIMT_TILE: usize = gemm_simt::EDGE;
 const FEWEST_SIMT_TILES: usize = 16;
 /// Tiles for each multiprocessor up to which the SIMT GEMM splits K.
@@ -84,8 +86,9 @@ pub(crate) enum Gemm {
     Cubek { split_k: usize },
 }
 
-/// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes. With fewer rows than a tile
-/// has, reading the weight takes most of the time, and of what the GEMM for few rows leaves this one reads it fastest, large or not, in 16 bits.
+/// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size
+/// goes. With fewer rows than a tile has, reading the weight takes most of the time, and of what
+/// the GEMM for few rows leaves this one reads it fastest, large or not, in 16 bits.
 pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
     let many = m >= TILE && m * n * k > MOST_SMALL;
@@ -104,19 +107,22 @@ fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     }
 }
 
-/// Whether a product `[m, n, k]` of 16-bit `x` is for the GEMM for few rows on Hopper, as far as its size goes. Up to eight rows the skinny
-/// kernels wait less; only where the weight is large, this one reads it faster.
+/// Whether a product `[m, n, k]` of 16-bit `x` is for the GEMM for few rows on Hopper, as far as
+/// its size goes. Up to eight rows the skinny kernels wait less; only where the weight is large,
+/// this one reads it faster.
 #[cfg(feature = "cuda")]
 pub(crate) fn takes_few_rows<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> bool {
     let worth = m > 0 && if m <= SKINNIEST { n * k >= LARGE_WEIGHT } else { n >= TILE && n * k >= FEW_ROWS_WEIGHT };
     // Each tile of rows reads the whole weight.
     let once = m <= TILE || m <= 2 * TILE && n * k < LARGE_WEIGHT;
-    // A tile of the GEMM for Hopper is two multiprocessors', and at most half of them would have one.
+    // A tile of the GEMM for Hopper is two multiprocessors', and at most half of them would have
+    // one.
     let idle = || 4 * m.div_ceil(2 * TILE) * n.div_ceil(TILE) <= multiprocessors(x) as usize;
     x.dtype.size() == 2 && worth && k.is_multiple_of(8) && on_hopper(x) && (once || idle())
 }
 
-/// The GEMM of `a` `[m, k]` and `b` `[k, n]`, both of one dtype and with a stride of one, into `[m, n]`.
+/// The GEMM of `a` `[m, k]` and `b` `[k, n]`, both of one dtype and with a stride of one, into `[m,
+/// n]`.
 pub(crate) fn gemm<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>) -> Gemm {
     let sizes = [a.meta.shape()[0], b.meta.shape()[1], a.meta.shape()[1]];
     if takes_tma(a, a.dtype, sizes) {
@@ -134,8 +140,8 @@ pub(crate) fn gemm<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>) -> Gemm
     }
 }
 
-/// Whether a product `[m, n, k]` within `dtype` goes to the kernel behind TMA: it wants 16-bit elements, of which each row
-/// begins at a multiple of 16 bytes, and enough of them.
+/// Whether a product `[m, n, k]` within `dtype` goes to the kernel behind TMA: it wants 16-bit
+/// elements, of which each row begins at a multiple of 16 bytes, and enough of them.
 pub(crate) fn takes_tma<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let properties = x.client.properties();
     let has_tma =
@@ -148,8 +154,9 @@ pub(crate) fn is_large(m: usize, n: usize) -> bool {
     m >= TILE && n >= TILE && m * n >= 16 * TILE * TILE
 }
 
-/// The split of K behind TMA that takes the least time: the tiles of all slices should fill the multiprocessors a whole
-/// number of times, or nearly so, and their sums want to be written and read.
+/// The split of K behind TMA that takes the least time: the tiles of all slices should fill the
+/// multiprocessors a whole number of times, or nearly so, and their sums want to be written and
+/// read.
 pub(crate) fn tma_slices([m, n, k]: [usize; 3], multiprocessors: usize) -> usize {
     let [rows, columns] = TMA_TILE;
     let tiles = m.div_ceil(rows) * n.div_ceil(columns);
@@ -179,7 +186,8 @@ fn slices<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
     if slices < MIN_SLICES { 1 } else { slices }
 }
 
-/// The split of K of the SIMT GEMM, if it is for these sizes and there is nothing faster for f32 on the device.
+/// The split of K of the SIMT GEMM, if it is for these sizes and there is nothing faster for f32 on
+/// the device.
 fn simt_slices<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> Option<usize> {
     let properties = a.client.properties();
     let floats = [f32::as_type_native_unchecked(), cubecl::tf32::as_type_native_unchecked()].map(|x| x.storage_type());

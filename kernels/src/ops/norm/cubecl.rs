@@ -1,13 +1,13 @@
 //! Norms in CubeCL: a row is read once and stays in the registers of its units.
 //!
 //! ```text
-//! row (d_model)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, in turn over the row's units (`RowUnits`)
+//! row (d_model)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, round-robin over the row's units (`RowUnits`)
 //! forward        layer norm: mean, then mean square around it; RMS norm: mean square; one exchange each -> written
 //! backward       row sums of grad * gamma * normed x and, for a layer norm, of grad * gamma, one exchange each -> d_x;
-//!                a cube adds up d_gamma and d_beta of its rows in registers, `sum_over_row_pairs` adds up the cubes
+//!                a cube sums d_gamma and d_beta of its rows in registers, `sum_over_row_pairs` sums the cubes
 //! ```
 //!
-//! On Hopper the backward pass over many rows of 16 bits has a kernel of its own (`cuda/backward.cu`).
+//! On Hopper the backward pass over many 16-bit rows has its own kernel (`cuda/backward.cu`).
 
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
@@ -25,18 +25,18 @@ use crate::tensor::{float, primitive};
 
 /// Why a norm has no kernel.
 const TOO_WIDE: &str = "its rows are too wide for the units of one cube";
-/// Elements of a row that a unit holds without spilling them.
+/// Elements of a row per unit without register spills.
 const HELD: usize = 32;
-/// Units of a cube of the backward pass, which takes many registers.
+/// Units per cube in the backward pass, which needs many registers.
 const UNITS: u32 = 128;
-/// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights'
-/// gradients once.
+/// Maximum units of the backward pass along rows and columns: each cube writes its sums of the
+/// weights' gradients once.
 const MOST_UNITS: usize = 1 << 17;
-/// With so few rows, a single cube does them all where there is no shift and the scale is f32: its sums are the
-/// scale's gradient, and the launch that would add those of several cubes costs more than it saves.
+/// With this few rows, a single cube does all of them if there is no shift and the scale is f32:
+/// its sums are the scale's gradient, and summing over several cubes would cost more than it saves.
 const FEW_STEPS: usize = 16;
 
-/// The numbers of a norm, and its weights.
+/// The parameters of a norm.
 pub(crate) struct CubeNorm<R: CubeRuntime> {
     pub(crate) layer: bool,
     pub(crate) gamma: CubeTensor<R>,
@@ -99,7 +99,7 @@ pub(crate) fn cube_norm<B: Backend<FloatTensorPrimitive = CubeTensor<R>>, R: Cub
     }
 }
 
-/// The norm of `x` `[rows, d_model]`, whose rows [`fits`] has.
+/// The norm of `x` `[rows, d_model]`, with rows accepted by [`fits`].
 fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R> {
     let (x, stride) = rows(x);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -111,8 +111,8 @@ fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R
     let row_units = row_units(&x, columns / vector, HELD / vector);
     let inverse = empty(&x, [n_rows, 1], DType::F32);
     let mean = norm.layer.then(|| empty(&x, [n_rows, 1], DType::F32));
-    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
-    // are as wide.
+    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's
+    // width; `gamma` and `beta` are as wide.
     unsafe {
         launch!(
             norm_kernel::NormKernel,
@@ -140,7 +140,8 @@ fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R
     (out, mean, inverse)
 }
 
-/// The gradients of input, scale and shift, of rows that [`fits`] has. All but the weights have the dtype of `x`.
+/// The gradients of input, scale and shift, with rows accepted by [`fits`]. All but the weights
+/// have the dtype of `x`.
 fn norm_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
@@ -190,8 +191,8 @@ fn norm_backward<R: CubeRuntime>(
     }
     let pieces = turns.div_ceil(steps);
     let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
-    // SAFETY: a row's units read and write their own rows, below `n_rows`, at columns of the row's width; a cube writes its
-    // own row of `partial`, as wide as the weights together.
+    // SAFETY: a row's units read and write their own rows, below `n_rows`, at columns of the row's
+    // width; a cube writes its own row of `partial`, as wide as the weights together.
     unsafe {
         launch!(
             norm_backward_kernel::NormBackwardKernel,
@@ -228,7 +229,8 @@ fn norm_backward<R: CubeRuntime>(
     summed(d_x, partial, gamma.dtype, norm.beta.is_some())
 }
 
-/// The gradient of the rows with those of scale and, if shifted, shift, of `dtype`, which are the sums of `partial` over its rows.
+/// The gradient of the rows, with those of scale and, if any, shift, of `dtype`: the sums of
+/// `partial` over its rows.
 fn summed<R: CubeRuntime>(d_x: CubeTensor<R>, partial: CubeTensor<R>, dtype: DType, shifted: bool) -> Gradients<R> {
     let columns = d_x.meta.shape()[1];
     let d_gamma = empty(&d_x, [columns], dtype);
@@ -237,18 +239,18 @@ fn summed<R: CubeRuntime>(d_x: CubeTensor<R>, partial: CubeTensor<R>, dtype: DTy
     (d_x, d_gamma, d_beta)
 }
 
-/// Elements of a row that a unit of the backward pass holds: the sums of each weight's gradient take as many registers as
-/// a row and its gradient of half precision.
+/// Elements of a row per unit in the backward pass: the sums of each weight's gradient take as many
+/// registers as a half-precision row and its gradient.
 fn held_in_backward(dtype: DType, shifted: bool) -> usize {
     HELD * 2 / dtype.size().max(2) / (1 + usize::from(shifted))
 }
 
-/// Whether a unit can hold its part of the rows of `x`: up to four times the elements that it should.
+/// Whether a unit can hold its part of the rows of `x`: up to four times the usual elements.
 fn fits<R: CubeRuntime>(x: &CubeTensor<R>, held: usize) -> bool {
     row_units(x, x.meta.shape()[1], held).count as usize <= 4 * held
 }
 
-/// The units for rows of `vectors`, of which a unit should have no more than `most`.
+/// The units for rows of `vectors`, with at most `most` per unit if possible.
 fn row_units<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> RowUnits {
     RowUnits::new(&x.client, vectors, most.max(1), 1024)
 }
@@ -274,7 +276,8 @@ fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
     #[define(V)] _beta_dtype: StorageType,
 ) {
     let own = CUBE_POS as u32 * row_units.rows + UNIT_POS_Y;
-    // Units beyond the last row do that one again without writing it: all units of a cube exchange values together.
+    // Units past the last row repeat it without writing: all units of a cube take part in
+    // exchanges.
     let row = min(own, rows - 1);
     let start = row * stride;
     let mut held = Array::<Vector<F, N>>::new(comptime!(row_units.count as usize));
@@ -363,7 +366,7 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
     }
     for step in 0..steps {
         let own = (CUBE_POS as u32 * steps + step) * row_units.rows + UNIT_POS_Y;
-        // As in the forward pass, units beyond the last row do that one again.
+        // As in the forward pass, units past the last row repeat it.
         let row = min(own, rows - 1);
         #[unroll]
         for i in 0..row_units.count {
@@ -420,7 +423,7 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
         }
     }
 
-    // The units of one row of the cube after the other add their sums to those before it, and the last one has them all.
+    // The units of the cube's rows add their sums in turn; the last ones have the totals.
     let parts = comptime!(1 + shifted as u32);
     if comptime!(row_units.rows > 1) {
         sync_cube();

@@ -123,8 +123,8 @@ pub struct NormBackward<B: Backend> {
     pub saved: NormOutput<B>,
     /// The norm.
     pub norm: Norm<B>,
-    /// Where `x` also goes around the norm, the gradient that it has from there, `[rows, d_model]`: added to its
-    /// gradient from here.
+    /// Where `x` also goes around the norm, the gradient that it has from there, `[rows, d_model]`:
+    /// added to its gradient from here.
     pub residual: Option<Tensor<B, 2>>,
 }
 
@@ -153,7 +153,8 @@ impl<B: Backend> Operands for NormBackward<B> {
 
 /// Norms on a backend.
 pub trait NormOps: ReshapeOps {
-    /// Body of [`norm`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    /// Body of [`norm`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together
+    /// here.
     fn norm(operands: Checked<NormForward<Self>>) -> Tensor<Self, 2> {
         norm_forward(operands).output
     }
@@ -167,7 +168,8 @@ pub trait NormOps: ReshapeOps {
     }
 }
 
-/// Normalises the last dimension of `x` `[.., d_model]`. Statistics are f32, whatever the dtype of `x`.
+/// Normalizes the last dimension of `x` `[.., d_model]`. Statistics are f32, whatever the dtype of
+/// `x`.
 ///
 /// # Panics
 /// If the last dimension and the norm's weights differ in size, or `x` is empty.

@@ -1,4 +1,4 @@
-//! Norms from small operations.
+//! Norms from basic operations.
 
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
@@ -26,8 +26,8 @@ pub fn norm_forward<B: Backend>(NormForward { x, norm }: NormForward<B>) -> Norm
     NormOutput { output: output.cast(dtype), mean, inverse_deviation }
 }
 
-/// Reference backward of [`norm`](crate::norm()). `residual` is added in f32, before the gradient of `x` is rounded to its
-/// dtype.
+/// Reference backward of [`norm`](crate::norm()). `residual` is added in f32, before the gradient
+/// of `x` is rounded to its dtype.
 pub fn norm_backward<B: Backend>(operands: NormBackward<B>) -> NormGradients<B> {
     let NormBackward { grad, x, saved, norm, residual } = operands;
     let dtype = x.dtype();

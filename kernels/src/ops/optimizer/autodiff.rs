@@ -1,4 +1,4 @@
-//! The optimizer works outside of the graph.
+//! The optimizer is outside of the graph.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

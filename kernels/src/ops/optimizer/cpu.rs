@@ -41,7 +41,8 @@ fn optimizer_step(OptimizerStep { parameters, adamw, norm }: OptimizerStep<'_, N
         Some(norm) => norm.into_scalar(),
         None => norm_of(parameters.iter().map(|parameter| parameter.gradient.clone())),
     };
-    // PyTorch's clip_grad_norm_ has the same 1e-6. NaN must reach the parameters, not vanish in a minimum.
+    // The same 1e-6 as in PyTorch's clip_grad_norm_. NaN must propagate to the parameters, not
+    // vanish in a minimum.
     let clip = adamw.max_grad_norm.map_or(1.0, |max| {
         let factor = max as f32 / (norm + 1e-6);
         if factor > 1.0 { 1.0 } else { factor }

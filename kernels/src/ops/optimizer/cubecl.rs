@@ -1,7 +1,8 @@
-//! AdamW in CubeCL: many parameters in a launch, three launches a group of parameters at most.
+//! AdamW in CubeCL: many parameters per launch, at most three launches per group of parameters.
 //!
-//! A group's kernels bind the buffers of all its parameters. Each cube works on one piece of one parameter, found by
-//! comparing its position with the pieces before each parameter, so that nothing of a step is compiled in.
+//! A group's kernels bind the buffers of all its parameters. Each cube processes one piece of one
+//! parameter, which it finds by comparing its position with the pieces before each parameter, so
+//! that step values need no recompilation.
 
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
@@ -15,12 +16,12 @@ use crate::cubecl::{array, contiguous, empty, grid, vector_width};
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
-/// The most parameters in one launch. A kernel takes as long to compile as it has parameters; and CUDA limits what a launch
-/// carries to 4 KB, of which each takes 90 to 100 bytes at the most.
+/// Maximum parameters per launch. Compile time is proportional to it; and CUDA limits launch
+/// arguments to 4 KB, of which each parameter takes up to 100 bytes.
 const MAX_GROUP: usize = 28;
-/// Vectors of a parameter that a unit updates.
+/// Vectors of a parameter per unit.
 const UPDATES: u32 = 1;
-/// Vectors of a gradient that a unit squares and sums.
+/// Vectors of a gradient per unit, to square and sum.
 const SQUARES: u32 = 4;
 
 /// A parameter's buffers.
@@ -33,13 +34,13 @@ struct Parameter<R: CubeRuntime> {
     copy: Option<CubeTensor<R>>,
 }
 
-/// Indices of parameters that go into one launch, and the vectors that all of them are made of.
+/// Indices of parameters in one launch, with their common vector width.
 struct Group {
     members: Vec<usize>,
     vector: usize,
 }
 
-/// The numbers of a step that are the same for all parameters.
+/// The values of a step that all parameters share.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Step {
     rate: f32,
@@ -103,7 +104,7 @@ where
     }
 }
 
-/// Updates the parameters where they lie, and gives the norm of their gradients, or of all where it is given.
+/// Updates the parameters in place, and returns the norm of their gradients, or `norm`, that of all.
 fn step<R: CubeRuntime>(parameters: &[Parameter<R>], adamw: &AdamW, norm: Option<CubeTensor<R>>) -> CubeTensor<R> {
     let groups = groups(parameters);
     let squares = match norm {
@@ -117,16 +118,16 @@ fn step<R: CubeRuntime>(parameters: &[Parameter<R>], adamw: &AdamW, norm: Option
     norm
 }
 
-/// The tensor, or a copy of it if others see its buffer.
+/// The tensor, or a copy if its buffer is shared.
 fn writable<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let x = contiguous(x);
-    // A copy may have gaps between rows.
+    // A copy may have padded rows.
     if x.can_mut() { x } else { contiguous(x.copy()) }
 }
 
-/// Groups of parameters of one width of vectors, as even as can be.
+/// Groups of parameters with equal vector width, of similar size.
 fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
-    // Four or five arrays a parameter, one of all of them, and one where the runtime keeps scalars.
+    // Four or five arrays per parameter, one shared array, and one for the runtime's scalars.
     let arrays = if parameters.iter().any(|parameter| parameter.copy.is_some()) { 5 } else { 4 };
     let bindings = parameters[0].value.client.properties().hardware.max_bindings as usize;
     let limit = (bindings.saturating_sub(2) / arrays).clamp(1, MAX_GROUP);
@@ -148,7 +149,8 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
         let size = group.members.len().div_ceil(group.members.len().div_ceil(limit));
         let parts: Vec<Vec<usize>> = group.members.chunks(size).map(<[usize]>::to_vec).collect();
         parts.into_iter().map(move |mut members| {
-            // One length for all parts, so that they share a compiled kernel; the last member's repetitions are empty.
+            // Parts of equal length share a compiled kernel; repetitions of the last member are
+            // empty.
             let last = members[members.len() - 1];
             members.resize(size, last);
             Group { members, vector: group.vector }
@@ -166,7 +168,8 @@ impl Group {
         self.members.iter().map(|at| array(of(&parameters[*at]))).collect()
     }
 
-    /// Each parameter's length in vectors, the first of its pieces of `piece` vectors, and last the pieces of all.
+    /// Each parameter's length in vectors, the index of its first piece of `piece` vectors, and
+    /// finally the number of pieces.
     fn layout<R: CubeRuntime>(&self, parameters: &[Parameter<R>], piece: u32) -> (Vec<u32>, Vec<u32>) {
         let mut starts = vec![0];
         let mut lengths = Vec::with_capacity(self.members.len());
@@ -190,7 +193,8 @@ fn squares<R: CubeRuntime>(parameters: &[Parameter<R>], groups: &[Group]) -> (Cu
     let partials = empty(like, [(count as usize).max(1)], DType::F32);
     let mut offset = 0;
     for (group, (lengths, starts)) in groups.iter().zip(&layouts) {
-        // SAFETY: a cube writes the partial sum of its own piece, and reads below its parameter's length only.
+        // SAFETY: a cube writes the partial sum of its own piece, and reads below its parameter's
+        // length only.
         unsafe {
             squares_kernel::launch_unchecked(
                 &like.client,
@@ -238,7 +242,7 @@ fn update<R: CubeRuntime>(parameters: &[Parameter<R>], group: &Group, clip: &Cub
     let (lengths, starts) = group.layout(parameters, UPDATES * UNITS);
     let decayed = (1.0 - adamw.learning_rate * adamw.weight_decay) as f32;
     let kept = group.members.iter().map(|at| if parameters[*at].decays { decayed } else { 1.0 });
-    // A parameter without a copy binds another's, which it leaves alone.
+    // A parameter without a copy binds another's, which is not accessed.
     let any_copy = group.members.iter().find_map(|at| parameters[*at].copy.as_ref());
     let (copies, copied) = match any_copy {
         Some(any) => {
@@ -257,8 +261,9 @@ fn update<R: CubeRuntime>(parameters: &[Parameter<R>], group: &Group, clip: &Cub
         (1.0 - adamw.beta_2) as f32,
         (1.0 / (1.0 - adamw.beta_2.powi(step))) as f32,
     );
-    // SAFETY: a unit reads and writes vectors of its own below its parameter's length, in buffers that are not shared, but
-    // for a copy that stands in for another and is not touched there. All copies have one dtype and their parameters' lengths.
+    // SAFETY: a unit reads and writes vectors of its own below its parameter's length, in buffers
+    // that are not shared, but for a copy that stands in for another and is not touched there. All
+    // copies have one dtype and their parameters' lengths.
     unsafe {
         update_kernel::launch_unchecked(
             &clip.client,
@@ -295,7 +300,7 @@ fn squares_kernel<N: Size>(
     for at in 0..comptime!(SQUARES as usize) {
         gradient[at] = Vector::new(0.0);
     }
-    // Loads alone are there once for each parameter.
+    // Only loads are generated per parameter.
     #[unroll]
     for parameter in 0..gradients.len() {
         let start = starts[parameter];
@@ -320,7 +325,7 @@ fn squares_kernel<N: Size>(
     }
 }
 
-/// The sum over a cube's units, in the same order always; right in the first unit.
+/// The sum over a cube's units, in fixed order; valid in the first unit.
 #[cube]
 fn cube_sum(value: f32) -> f32 {
     let mut sums = SharedMemory::<f32>::new(UNITS as usize);
@@ -354,8 +359,8 @@ fn norm_kernel(
     if UNIT_POS == 0 {
         let root = sum.sqrt();
         norm[0] = root;
-        // PyTorch's clip_grad_norm_ has the same 1e-6. NaN has to reach the parameters, and does not pass what some drivers
-        // make of the comparison, a minimum.
+        // The same 1e-6 as in PyTorch's clip_grad_norm_. NaN has to propagate to the parameters,
+        // despite drivers that compile the comparison to a minimum.
         let factor = max / (root + 1e-6);
         let least = select(factor > 1.0, 1.0, factor);
         clip[0] = if comptime!(clips) { select(factor.is_nan(), factor, least) } else { 1.0f32.runtime() };
@@ -382,7 +387,7 @@ fn update_kernel<C: Float, N: Size>(
     let mut value = Array::<Vector<f32, N>>::new(UPDATES as usize);
     let mut first = Array::<Vector<f32, N>>::new(UPDATES as usize);
     let mut second = Array::<Vector<f32, N>>::new(UPDATES as usize);
-    // Loads and stores alone are there once for each parameter: the arithmetic between them is there once.
+    // Only loads and stores are generated per parameter, the arithmetic once.
     let mut keep = 1.0f32;
     let mut begin = 0u32;
     let mut length = 0u32;

@@ -1,4 +1,4 @@
-//! AdamW with global-norm clipping over all parameters at once, without a read from the host.
+//! AdamW with global-norm clipping over all parameters at once, without a read by the host.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -15,7 +15,7 @@ use crate::mutation::parts;
 use crate::recorder::{self, Call, Operand};
 use crate::selection::dispatch;
 
-/// One parameter with its gradient and moments, each flattened to `[elements]` f32.
+/// A parameter with its gradient and moments, each flattened to `[elements]` f32.
 #[derive(Clone, Debug)]
 pub struct AdamWParameter<B: Backend> {
     /// The parameter.
@@ -26,19 +26,20 @@ pub struct AdamWParameter<B: Backend> {
     pub first_moment: Tensor<B, 1>,
     /// Running mean of its square.
     pub second_moment: Tensor<B, 1>,
-    /// Whether weight decay applies: to matrices, as a rule.
+    /// Whether weight decay applies: usually to matrices.
     pub decays: bool,
-    /// The parameter in another dtype, the same for all copies, as operations read it: refreshed with it.
+    /// The copy in another dtype, the same for all parameters, that operations read: refreshed with
+    /// the value.
     pub copy: Option<Tensor<B, 1>>,
 }
 
-// What was a gradient is of no use any more.
+// The gradient's buffer may be reused.
 parts!(AdamWParameter { value, first_moment, second_moment, copy } kept gradient, decays);
 
-/// The numbers of one step of AdamW (Loshchilov and Hutter, 2019).
+/// Hyperparameters of one step of AdamW (Loshchilov and Hutter, 2019).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
-    /// Step size of this step.
+    /// Learning rate of this step.
     pub learning_rate: f64,
     /// Decay of the first moment.
     pub beta_1: f64,
@@ -48,18 +49,18 @@ pub struct AdamW {
     pub epsilon: f64,
     /// Decoupled weight decay, times the learning rate.
     pub weight_decay: f64,
-    /// Gradients are scaled so that the norm of all of them together is at most this.
+    /// Maximum global gradient norm.
     pub max_grad_norm: Option<f64>,
-    /// Which step this is, from one, for the correction of the moments' bias.
+    /// The step, counted from one, for bias correction.
     pub step: u64,
 }
 
-/// What [`optimizer_step`] works on.
+/// Operands of [`optimizer_step`].
 #[derive(Clone, Debug)]
 pub struct OptimizerStep<'a, B: Backend> {
     /// The parameters, some of which may be empty.
     pub parameters: Vec<AdamWParameter<B>>,
-    /// The numbers of the step.
+    /// The hyperparameters.
     pub adamw: &'a AdamW,
     /// The norm of all gradients, `[1]` f32, where these are a part of them.
     pub norm: Option<Tensor<B, 1>>,
@@ -109,26 +110,26 @@ impl<B: Backend> Operands for OptimizerStep<'_, B> {
                 assert!(dims == own, "{op}: {name} {dims:?} does not fit value {own:?}");
                 assert!(
                     Some(tensor.device()) == device,
-                    "{op}: {name} lies on {:?}, others on {device:?}",
+                    "{op}: {name} is on {:?}, others on {device:?}",
                     tensor.device()
                 );
                 match name {
                     "copy" => assert!(*copies.get_or_insert(dtype) == dtype, "{op}: all copies have one dtype"),
-                    name => assert!(dtype == DType::F32, "{op}: {name} is {dtype:?}, and has to be f32"),
+                    name => assert!(dtype == DType::F32, "{op}: {name} is {dtype:?} but must be f32"),
                 }
             }
         }
         let float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-        assert!(copies.is_none_or(float), "{op}: copies are {copies:?}, and have to be f32, f16 or bf16");
+        assert!(copies.is_none_or(float), "{op}: copies are {copies:?} but must be f32, f16 or bf16");
     }
 }
 
-/// The parameters after a step, and the norm of their gradients.
+/// The updated parameters, and the global gradient norm.
 pub type Stepped<B> = (Vec<AdamWParameter<B>>, Tensor<B, 1>);
 
-/// Optimizers on a backend.
+/// Optimizers of a backend.
 pub trait OptimizerOps: Backend {
-    /// Body of [`optimizer_step`].
+    /// [`optimizer_step`].
     fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
         reference::optimizer_step(operands.into_inner())
     }
@@ -139,12 +140,12 @@ pub trait OptimizerOps: Backend {
     }
 }
 
-/// One step of AdamW over all `parameters`: the updated ones, without their gradients' further use, and the global
-/// norm of the gradients before clipping, `[1]` f32. Both stay on the device.
+/// One step of AdamW over all `parameters`: returns the updated parameters, whose gradients are
+/// used up, and the global gradient norm before clipping, `[1]` f32. Both stay on the device.
 ///
 /// # Panics
-/// If values, gradients or moments are not f32, copies are of several dtypes, the tensors of a parameter differ in length,
-/// or they lie on several devices.
+/// If values, gradients or moments are not f32, copies have several dtypes, the tensors of a
+/// parameter differ in length, or they are on several devices.
 pub fn optimizer_step<B: OptimizerOps>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {
     optimizer_step_of(parameters, adamw, None)
 }
@@ -160,7 +161,8 @@ pub fn optimizer_step_of<B: OptimizerOps>(
     norm: Option<Tensor<B, 1>>,
 ) -> Stepped<B> {
     let _op = recorder::op("optimizer_step", || {
-        // Value, gradient and moments are read, value and moments written; the gradient once more for its norm.
+        // Reads value, gradient and moments, writes value and moments, and reads the gradient once
+        // more for its norm.
         let once = |parameter: &AdamWParameter<B>| {
             let copy = parameter.copy.as_ref().map_or(0, |copy| recorder::operand(copy).bytes());
             8 * recorder::operand(&parameter.value).bytes() + copy

@@ -1,15 +1,15 @@
-//! AdamW from small operations.
+//! AdamW from basic operations.
 
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
 use super::{AdamWParameter, GradientNorm, OptimizerStep, Stepped};
 
-/// Reference body of [`optimizer_step`](crate::optimizer_step()).
+/// Reference of [`optimizer_step`](crate::optimizer_step()).
 pub fn optimizer_step<B: Backend>(OptimizerStep { parameters, adamw, norm }: OptimizerStep<'_, B>) -> Stepped<B> {
     let own = || norm_of(parameters.iter().map(|parameter| parameter.gradient.clone()));
     let Some(norm) = norm.or_else(own) else { return (parameters, Tensor::zeros([1], &B::Device::default())) };
-    // PyTorch's clip_grad_norm_ has the same 1e-6.
+    // The same 1e-6 as in PyTorch's clip_grad_norm_.
     let clip = adamw.max_grad_norm.map(|max| norm.clone().add_scalar(1e-6).recip().mul_scalar(max).clamp_max(1.0));
     let step = adamw.step as i32;
     let first_bias = 1.0 - adamw.beta_1.powi(step);

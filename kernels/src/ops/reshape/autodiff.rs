@@ -1,4 +1,4 @@
-//! The shape in the graph: gradients go back into the one before.
+//! Reshaping in the graph: gradients are reshaped back.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;

@@ -1,4 +1,4 @@
-//! The shape on the CPU, without a copy of what lies row after row.
+//! Reshaping on the CPU, without copying contiguous data.
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;

@@ -1,4 +1,4 @@
-//! The shape in CubeCL: Burn's own.
+//! Reshaping in CubeCL: Burn's own.
 
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};

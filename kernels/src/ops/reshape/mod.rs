@@ -1,4 +1,4 @@
-//! The same elements in another shape.
+//! Reshaping.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -11,17 +11,17 @@ use burn::tensor::backend::Backend;
 
 use crate::mutation;
 
-/// Reshaping on a backend.
+/// Reshaping of a backend.
 pub trait ReshapeOps: Backend {
-    /// Body of [`reshape`](crate::reshape()): panics if the numbers of elements differ.
+    /// [`reshape`](crate::reshape()): panics if the numbers of elements differ.
     fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {
         x.reshape(shape)
     }
 }
 
-/// `x` in `shape`, of as many elements, which lie row after row as before.
+/// `x` in `shape`, with as many elements in row-major order.
 ///
-/// Burn's own method does the same, but copies on the CPU; this one copies nothing that lies row after row.
+/// Like Burn's own method, which copies on the CPU; this one does not copy contiguous data.
 ///
 /// # Panics
 /// If the numbers of elements differ.
@@ -32,12 +32,12 @@ pub fn reshape<B: ReshapeOps, const D: usize, const E: usize>(x: Tensor<B, D>, s
     mutation::result("reshape", B::reshape(x, shape))
 }
 
-/// `[rows, columns]` as `[.., columns]`; a matrix stays the same node of the graph.
+/// `[rows, columns]` as `[.., columns]`; for a matrix, the same graph node.
 pub(crate) fn as_dims<B: ReshapeOps, const D: usize>(rows: Tensor<B, 2>, dims: [usize; D]) -> Tensor<B, D> {
     if D == 2 { Tensor::from_primitive(rows.into_primitive()) } else { B::reshape(rows, dims) }
 }
 
-/// `[.., columns]` as `[rows, columns]`; a matrix stays the same node of the graph.
+/// `[.., columns]` as `[rows, columns]`; for a matrix, the same graph node.
 pub(crate) fn as_rows<B: ReshapeOps, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 2> {
     if D == 2 {
         return Tensor::from_primitive(tensor.into_primitive());

@@ -1,4 +1,4 @@
-//! The rotation in the graph: its gradient is the rotation back.
+//! Rotation in the graph: its gradient is the inverse rotation.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -69,7 +69,7 @@ impl<B: RotaryOps, C: CheckpointStrategy> RotaryOps for Autodiff<B, C> {
         let _products = operands.products().enter();
         let QkvRotaryForward { qkv, heads, table, positions, inverse } = operands.into_inner();
         let (table, positions) = (inner_table(&table), inner_int(positions));
-        // Moved, not cloned: the rotation may then take place where the heads lie.
+        // Moved, not cloned, so that the rotation can be in place.
         let qkv = primitive(qkv);
         let (node, own) = (qkv.node, float(qkv.primitive));
         let (own_table, at) = (table.clone(), positions.clone());

@@ -12,7 +12,7 @@ impl RotaryOps for NdArray {
         let RotaryForward { x, table, positions, inverse } = operands.into_inner();
         let [batch_size, heads, seq_length, head_dim] = x.dims();
         let (half, last) = (head_dim / 2, table.cos.dims()[0] - 1);
-        // Tokens first: that is how heads lie when they come out of a projection, and how attention likes them.
+        // Tokens first: the layout of projections' outputs, and of attention's inputs.
         let x = Values::rows(x.swap_dims(1, 2));
         let (cos, sin) = (Values::rows(table.cos), Values::rows(table.sin));
         let positions = integers(positions);

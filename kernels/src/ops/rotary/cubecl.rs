@@ -1,4 +1,4 @@
-//! The rotation in CubeCL: over heads as attention sees them, or where a projection left them, in place if it can be.
+//! Rotation in CubeCL: of separate or packed heads, in place if possible.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{self, Tensor};
@@ -15,10 +15,10 @@ use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 
-/// The most heads that a unit rotates, by one load of the cosines and sines.
+/// Maximum heads per unit, which share loads of cosines and sines.
 const MAX_HEADS: usize = 4;
 
-/// A table's cosines and sines, their positions, and which way to turn.
+/// A table's cosines and sines, positions, and the direction.
 struct Turn<R: CubeRuntime> {
     cos: CubeTensor<R>,
     sin: CubeTensor<R>,
@@ -59,7 +59,7 @@ where
     }
 }
 
-/// Steps from one element to the next, in elements on the host and in vectors on the device.
+/// Strides, in elements on the host and in vectors on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Strides {
     batch: u32,
@@ -67,7 +67,8 @@ struct Strides {
     token: u32,
 }
 
-/// Rotates `[batch_size, heads, seq_length, head_dim]`; the result lies as the input does, tokens or heads outside.
+/// Rotates `[batch_size, heads, seq_length, head_dim]`, in either order of tokens and heads; the
+/// result has the layout of the input.
 fn rotary<R: CubeRuntime>(x: CubeTensor<R>, turn: Turn<R>) -> CubeTensor<R> {
     let x = if x.meta.shape()[3] == 1 || x.meta.strides()[3] == 1 { x } else { contiguous(x) };
     let [batch_size, heads, seq_length, head_dim] = dims(&x);
@@ -85,7 +86,8 @@ fn rotary<R: CubeRuntime>(x: CubeTensor<R>, turn: Turn<R>) -> CubeTensor<R> {
     out
 }
 
-/// Rotates the query and key heads of `[batch_size, seq_length, width]`, and leaves the value heads as they are.
+/// Rotates the query and key heads of `[batch_size, seq_length, width]`; value heads stay
+/// unchanged.
 fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads, turn: Turn<R>) -> CubeTensor<R> {
     let qkv = if qkv.meta.strides()[2] == 1 { qkv } else { contiguous(qkv) };
     let [batch_size, seq_length, width] = dims(&qkv);
@@ -104,7 +106,7 @@ fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads, turn: Turn
     out
 }
 
-/// One more than each of `positions`, but none beyond `last`.
+/// Each of `positions` plus one, up to `last`.
 fn next_positions<R: CubeRuntime>(positions: CubeTensor<R>, last: usize) -> CubeTensor<R> {
     let positions = contiguous(positions);
     let out = empty(&positions, positions.meta.shape().clone(), positions.dtype);
@@ -142,7 +144,8 @@ fn dims<R: CubeRuntime, const D: usize>(x: &CubeTensor<R>) -> [usize; D] {
     std::array::from_fn(|axis| x.meta.shape()[axis])
 }
 
-/// Rotates the first `rotated` of a token's heads and copies the others. Strides are of batch, head and token.
+/// Rotates the first `rotated` of a token's heads and copies the others. Strides are of batch, head
+/// and token.
 fn launch<R: CubeRuntime>(
     x: &CubeTensor<R>,
     out: &CubeTensor<R>,
@@ -167,8 +170,8 @@ fn launch<R: CubeRuntime>(
         let [batch, head, token] = strides.map(|stride| (stride / vector) as u32);
         StridesLaunch::new(batch, head, token)
     };
-    // SAFETY: each unit below `units` reads and writes pairs of its own within the strides, and positions are held
-    // within the table.
+    // SAFETY: each unit below `units` reads and writes pairs of its own within the strides, and
+    // positions are held within the table.
     unsafe {
         launch!(
             rotary_kernel::RotaryKernel,
@@ -239,7 +242,7 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     let x_at = batch * strides.batch + head * strides.head + token * strides.token + pair;
     let out_at = batch * out_strides.batch + head * out_strides.head + token * out_strides.token + pair;
 
-    // All loads come before the first store: in place, the compiler could not move them there.
+    // All loads precede the first store: in place, the compiler cannot reorder them.
     let mut first = Array::<Vector<F, N>>::new(at_once);
     let mut second = Array::<Vector<F, N>>::new(at_once);
     #[unroll]

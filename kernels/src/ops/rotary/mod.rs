@@ -27,8 +27,9 @@ pub struct RotaryTable<B: Backend> {
 }
 
 impl<B: Backend> RotaryTable<B> {
-    /// The table of `positions` positions for the given `frequencies`, radians per position, one for each pair of
-    /// elements; cosines and sines are multiplied by `magnitude` (one, but for YaRN).
+    /// The table of `positions` positions for the given `frequencies`, in radians per position, one
+    /// per pair of elements; cosines and sines are multiplied by `magnitude` (one, except for
+    /// YaRN).
     pub fn new(positions: usize, frequencies: &[f64], magnitude: f64, device: &B::Device) -> Self {
         let table = |f: fn(f64) -> f64| {
             let values: Vec<f32> = (0..positions)
@@ -41,7 +42,7 @@ impl<B: Backend> RotaryTable<B> {
 }
 
 impl<B: Backend> RotaryTable<B> {
-    /// Panics unless the table is for heads of `head_dim`.
+    /// Panics unless the table has columns for heads of `head_dim`.
     #[track_caller]
     pub(crate) fn check(&self, op: &'static str, x: &Part<'_, B::Device>, head_dim: usize) {
         let [_, half] = self.cos.dims();
@@ -50,7 +51,7 @@ impl<B: Backend> RotaryTable<B> {
     }
 }
 
-/// What [`rotary`] computes with.
+/// Operands of [`rotary`].
 #[derive(Clone, Debug)]
 pub struct RotaryForward<B: Backend> {
     /// `[batch_size, heads, seq_length, head_dim]`.
@@ -59,7 +60,7 @@ pub struct RotaryForward<B: Backend> {
     pub table: RotaryTable<B>,
     /// `[batch_size, seq_length]`.
     pub positions: Tensor<B, 2, Int>,
-    /// The rotation back, which is also the gradient.
+    /// Whether to rotate back, which is also the gradient.
     pub inverse: bool,
 }
 
@@ -72,18 +73,18 @@ impl<B: Backend> Operands for RotaryForward<B> {
     }
 }
 
-/// What [`qkv_rotary`] computes with.
+/// Operands of [`qkv_rotary`].
 #[derive(Clone, Debug)]
 pub struct QkvRotaryForward<B: Backend> {
     /// `[batch_size, seq_length, width]`.
     pub qkv: Tensor<B, 3>,
-    /// How its heads lie.
+    /// The layout of its heads.
     pub heads: PackedHeads,
     /// `[.., head_dim / 2]`.
     pub table: RotaryTable<B>,
     /// `[batch_size, seq_length]`.
     pub positions: Tensor<B, 2, Int>,
-    /// The rotation back, which is also the gradient.
+    /// Whether to rotate back, which is also the gradient.
     pub inverse: bool,
 }
 
@@ -97,12 +98,12 @@ impl<B: Backend> Operands for QkvRotaryForward<B> {
     }
 }
 
-/// What [`next_positions`] computes with.
+/// Operands of [`next_positions`].
 #[derive(Clone, Debug)]
 pub struct NextPositions<B: Backend> {
     /// `[batch_size, seq_length]`.
     pub positions: Tensor<B, 2, Int>,
-    /// The last place that there is.
+    /// The last valid position.
     pub last: usize,
 }
 
@@ -113,9 +114,9 @@ impl<B: Backend> Operands for NextPositions<B> {
     }
 }
 
-/// Rotary embedding on a backend.
+/// Rotary embedding of a backend.
 pub trait RotaryOps: Backend {
-    /// Body of [`rotary`]; [`Autodiff`](burn::backend::Autodiff) ties it and its inverse together here.
+    /// [`rotary`]; [`Autodiff`](burn::backend::Autodiff) ties it and its inverse together here.
     fn rotary(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
         rotary_forward(operands)
     }
@@ -123,7 +124,7 @@ pub trait RotaryOps: Backend {
     fn rotary_forward(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
         reference::rotary_forward(operands.into_inner())
     }
-    /// Body of [`qkv_rotary`]; otherwise as [`rotary`](Self::rotary).
+    /// [`qkv_rotary`]; otherwise like [`rotary`](Self::rotary).
     fn qkv_rotary(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
         qkv_rotary_forward(operands)
     }
@@ -131,20 +132,21 @@ pub trait RotaryOps: Backend {
     fn qkv_rotary_forward(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
         reference::qkv_rotary_forward(operands.into_inner())
     }
-    /// Body of [`next_positions`].
+    /// [`next_positions`].
     fn next_positions(operands: Checked<NextPositions<Self>>) -> Tensor<Self, 2, Int> {
         reference::next_positions(operands.into_inner())
     }
 }
 
-/// Rotates pairs of elements of `x` `[batch_size, heads, seq_length, head_dim]` by its token's position (Su et al.,
-/// 2021), in the hub's layout: element `i` pairs with `i + head_dim / 2`.
+/// Rotates pairs of elements of `x` `[batch_size, heads, seq_length, head_dim]` by their token's
+/// position (Su et al., 2021), in the hub's layout: element `i` pairs with `i + head_dim / 2`.
 ///
-/// `positions` `[batch_size, seq_length]` index the table's rows; one outside of it counts as its last. Computes in f32
-/// and returns the dtype of `x`.
+/// `positions` `[batch_size, seq_length]` index the table's rows; an invalid one counts as the
+/// last. Computes in f32 and returns the dtype of `x`.
 ///
 /// # Panics
-/// If the table is not of `head_dim / 2` columns, or there is not a position for each token.
+/// If the table does not have `head_dim / 2` columns, or the number of positions differs from that
+/// of tokens.
 pub fn rotary<B: RotaryOps>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
     let _op = recorder::op("rotary", || Call::reads([recorder::operand(&x)]).and_first(1));
     rotary_heads(x, table, positions)
@@ -160,12 +162,12 @@ pub(crate) fn rotary_heads<B: RotaryOps>(
     call!(B: RotaryOps::rotary(Checked::new(operands)))
 }
 
-/// [`rotary`] of the query and key heads of `qkv` `[batch_size, seq_length, width]`, where a projection left them; the
-/// value heads stay as they are.
+/// [`rotary`] of the query and key heads of packed `qkv` `[batch_size, seq_length, width]`; the
+/// value heads stay unchanged.
 ///
 /// # Panics
-/// If `width` is not that of `heads`, the table is not of `head_dim / 2` columns, or there is not a position for each
-/// token.
+/// If `width` does not match `heads`, the table does not have `head_dim / 2` columns, or the number
+/// of positions differs from that of tokens.
 pub fn qkv_rotary<B: RotaryOps>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
@@ -177,7 +179,8 @@ pub fn qkv_rotary<B: RotaryOps>(
     call!(B: RotaryOps::qkv_rotary(Checked::new(operands)))
 }
 
-/// One more than each of `positions` `[batch_size, seq_length]`, but none beyond `last`: where the next tokens stand.
+/// Each of `positions` `[batch_size, seq_length]` plus one, up to `last`: the positions of the next
+/// tokens.
 ///
 /// # Panics
 /// If `last` is above 2^31.

@@ -1,4 +1,4 @@
-//! The rotation from small operations.
+//! Rotation from basic operations.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
@@ -40,7 +40,7 @@ pub fn qkv_rotary_forward<B: Backend>(operands: QkvRotaryForward<B>) -> Tensor<B
     Tensor::cat(vec![rotated_heads, qkv.narrow(2, rotated * head_dim, n_kv_heads * head_dim)], 2)
 }
 
-/// Reference body of [`next_positions`](crate::next_positions).
+/// Reference of [`next_positions`](crate::next_positions).
 pub fn next_positions<B: Backend>(NextPositions { positions, last }: NextPositions<B>) -> Tensor<B, 2, Int> {
     positions.add_scalar(1).clamp_max(last as i32)
 }

@@ -1,4 +1,4 @@
-//! Uploads concern no graph.
+//! Uploads are independent of the graph.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

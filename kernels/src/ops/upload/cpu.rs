@@ -1,4 +1,4 @@
-//! The CPU has what it is given.
+//! On the CPU, data stays where it is.
 
 use burn_ndarray::NdArray;
 

@@ -15,7 +15,8 @@ where
 {
     fn finish_uploads(device: &Self::Device) -> Result<(), ExecutionError> {
         let client = R::client(device);
-        // The runtime holds what it uploads until the second flush behind it, and launches alone flush by themselves.
+        // The runtime holds uploaded data until the second flush after it, and only launches flush
+        // by themselves.
         for _ in 0..2 {
             client.flush().map_err(|error| ExecutionError::WithContext { reason: error.to_string() })?;
         }

@@ -1,4 +1,4 @@
-//! Data on its way to a device.
+//! Uploads to a device.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -11,9 +11,9 @@ use burn::tensor::{BasicOps, DType, Tensor, TensorData};
 
 use crate::recorder;
 
-/// Uploading on a backend.
+/// Uploads of a backend.
 pub trait UploadOps: Backend {
-    /// Waits until the device has what was uploaded to it, and lets go of what the host still holds of that.
+    /// Waits for all uploads, and frees their memory on the host.
     ///
     /// # Errors
     /// If the device fails.
@@ -22,14 +22,15 @@ pub trait UploadOps: Backend {
     }
 }
 
-/// Bytes that are uploaded together.
+/// Bytes per upload.
 const PIECE: usize = 32 << 20;
 
-/// `size` elements of `dtype` on the device, in one row: `read` fills one piece of bytes after the other, in the processor's order of
-/// bytes. The device has all of them when this returns, and the host holds no more than a piece of some megabytes until then.
+/// `size` elements of `dtype` on the device, in one row: `read` fills consecutive pieces of bytes
+/// in native order. Returns when the device has all of them; the host holds a piece of a few
+/// megabytes at a time.
 ///
 /// # Errors
-/// What `read` gives, or if the device fails.
+/// An error of `read`, or if the device fails.
 pub fn upload_pieces<B: UploadOps, K: BasicOps<B>, E: From<ExecutionError>>(
     size: usize,
     dtype: DType,
@@ -40,7 +41,7 @@ pub fn upload_pieces<B: UploadOps, K: BasicOps<B>, E: From<ExecutionError>>(
     recorder::uploaded(size * width);
     let mut piece = |count: usize| {
         let mut data = match dtype {
-            // Aligned, so that the CPU takes it as it is.
+            // Aligned, so that the CPU can use it directly.
             DType::F32 => TensorData::new(vec![0f32; count], [count]),
             _ => TensorData::from_bytes_vec(vec![0; count * width], [count], dtype),
         };
@@ -62,8 +63,8 @@ pub fn upload_pieces<B: UploadOps, K: BasicOps<B>, E: From<ExecutionError>>(
     Ok(all)
 }
 
-/// The elements of `data` on the device, in one row of its dtype. The device has all of them when this returns, and the
-/// host holds no more than `data` and some megabytes until then.
+/// The elements of `data` on the device, in one row of its dtype. Returns when the device has all
+/// of them; the host holds `data` and a few more megabytes.
 ///
 /// # Errors
 /// If the device fails.

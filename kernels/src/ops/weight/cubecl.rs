@@ -1,4 +1,4 @@
-//! Quantized rows in CubeCL: dequantized all of them, or those that tokens name.
+//! Quantized rows in CubeCL: dequantizes all rows, or those of given tokens.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
@@ -10,6 +10,8 @@ use cubecl::prelude::*;
 use super::{Dequantize, WeightOps, reference};
 use crate::checked::Checked;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
+use crate::quant::blocks::cubecl::weight;
+use crate::quant::halves::f16_of;
 use crate::quant::{Format, QuantizedWeight, Reader, int8};
 use crate::tensor::{float, primitive};
 
@@ -22,8 +24,8 @@ type Four<O> = Vector<O, Const<4>>;
 pub(crate) struct CubeQuantized<R: CubeRuntime> {
     /// `[d_output, words of a row]`.
     pub(crate) packed: CubeTensor<R>,
-    /// `[d_output * scales of a row]`.
-    pub(crate) scales: CubeTensor<R>,
+    /// `[d_output * scales of a row]`, where they are kept apart.
+    pub(crate) scales: Option<CubeTensor<R>>,
     pub(crate) format: Format,
     pub(crate) dims: [usize; 2],
 }
@@ -35,7 +37,7 @@ where
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let (dims, format) = (weight.dims(), weight.format);
-    CubeQuantized { packed: weight.packed.into_primitive(), scales: primitive(weight.scales), format, dims }
+    CubeQuantized { packed: weight.packed.into_primitive(), scales: weight.scales.map(primitive), format, dims }
 }
 
 impl<R, F, I, BT> WeightOps for CubeBackend<R, F, I, BT>
@@ -58,8 +60,8 @@ where
     }
 }
 
-/// The rows that `tokens` `[batch_size, seq_length]` name, `[batch_size, seq_length, d_input]` of `dtype`, of a format
-/// that is read by [`Reader::Rows`].
+/// The rows at `tokens` `[batch_size, seq_length]`, as `[batch_size, seq_length, d_input]` of
+/// `dtype`, for formats supported by [`Reader::Rows`].
 pub(crate) fn quantized_embed<R: CubeRuntime>(
     weight: CubeQuantized<R>,
     tokens: CubeTensor<R>,
@@ -78,11 +80,14 @@ fn dequantize_rows<R: CubeRuntime>(
     rows: usize,
 ) {
     let words = weight.packed.meta.shape()[1];
-    let (packed, scales) = (contiguous(weight.packed), contiguous(weight.scales));
+    let packed = contiguous(weight.packed);
+    // A kernel takes an array in place of each that is not there.
+    let scales = weight.scales.map_or_else(|| packed.clone(), contiguous);
     let named = tokens.is_some();
     let tokens = tokens.unwrap_or_else(|| packed.clone());
-    let units = rows * words;
-    // SAFETY: each unit below `units` writes its own four elements, and reads one word of a row within the weight.
+    let fours = weight.dims[1] / 4;
+    let units = rows * fours;
+    // SAFETY: each unit below `units` writes its own four elements, and reads words of one row within the weight.
     unsafe {
         dequantize_kernel::launch_unchecked(
             &out.client,
@@ -93,6 +98,7 @@ fn dequantize_rows<R: CubeRuntime>(
             array(&tokens),
             array(out),
             units as u32,
+            fours as u32,
             words as u32,
             packed.meta.shape()[0] as u32 - 1,
             named,
@@ -110,6 +116,7 @@ fn dequantize_kernel<I: Int, O: Float>(
     tokens: &Array<I>,
     out: &mut Array<Four<O>>,
     units: u32,
+    fours: u32,
     words: u32,
     last: u32,
     #[comptime] named: bool,
@@ -121,13 +128,40 @@ fn dequantize_kernel<I: Int, O: Float>(
     if at >= units {
         terminate!();
     }
-    let mut row = at / words;
+    let mut row = at / fours;
     if named {
         row = clamp_index::<I>(tokens[row as usize], last);
     }
-    let word = packed[(row * words + at % words) as usize];
-    if comptime!(format == Format::Int8) {
-        let scale = scales[row as usize];
-        out[at as usize] = Four::<O>::cast_from(int8::unpack(word) * Four::<f32>::new(scale));
+    let (begin, four) = (row * words, at % fours);
+    let mut weights = Vector::<f32, Const<4>>::new(0.0);
+    match format {
+        Format::Int8 => {
+            let scale = scales[row as usize];
+            weights = int8::unpack(packed[(begin + four) as usize]) * Vector::<f32, Const<4>>::new(scale);
+        }
+        Format::F16 =>
+        {
+            #[unroll]
+            for i in 0..4usize {
+                let word = packed[(begin + 2 * four + comptime!(i as u32 / 2)) as usize];
+                weights[i] = f16_of((word >> comptime!(i as u32 % 2 * 16)) & 0xffff);
+            }
+        }
+        Format::Bf16 =>
+        {
+            #[unroll]
+            for i in 0..4usize {
+                let word = packed[(begin + 2 * four + comptime!(i as u32 / 2)) as usize];
+                weights[i] = f32::reinterpret((word >> comptime!(i as u32 % 2 * 16)) << 16);
+            }
+        }
+        Format::Blocks(blocks) =>
+        {
+            #[unroll]
+            for i in 0..4usize {
+                weights[i] = weight(packed, 4 * begin, 4 * four + comptime!(i as u32), blocks);
+            }
+        }
     }
+    out[at as usize] = Four::<O>::cast_from(weights);
 }

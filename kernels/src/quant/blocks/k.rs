@@ -13,6 +13,7 @@
 //! of Q6_K), the first of them lowest.
 
 use super::{Block, half_at};
+use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 256;
 
@@ -69,7 +70,7 @@ fn centred<Q: Iterator<Item = i8>>(out: &mut [f32], d: f32, scale: impl Fn(usize
     }
 }
 
-pub(super) struct Q2K;
+pub(crate) struct Q2K;
 
 impl Block for Q2K {
     const NAME: &'static str = "Q2_K";
@@ -83,7 +84,7 @@ impl Block for Q2K {
     }
 }
 
-pub(super) struct Q3K;
+pub(crate) struct Q3K;
 
 impl Block for Q3K {
     const NAME: &'static str = "Q3_K";
@@ -100,12 +101,14 @@ impl Block for Q3K {
     }
 }
 
-pub(super) struct Q4K;
+pub(crate) struct Q4K;
 
 impl Block for Q4K {
     const NAME: &'static str = "Q4_K";
     const WEIGHTS: usize = WEIGHTS;
     const BYTES: usize = 144;
+    const TILES: Option<Fields> =
+        Some(&[Field { unit: 2, count: 2 }, Field { unit: 1, count: 12 }, Field { unit: 4, count: 32 }]);
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (scales, low) = (&block[4..16], &block[16..]);
@@ -114,7 +117,7 @@ impl Block for Q4K {
     }
 }
 
-pub(super) struct Q5K;
+pub(crate) struct Q5K;
 
 impl Block for Q5K {
     const NAME: &'static str = "Q5_K";
@@ -131,12 +134,14 @@ impl Block for Q5K {
     }
 }
 
-pub(super) struct Q6K;
+pub(crate) struct Q6K;
 
 impl Block for Q6K {
     const NAME: &'static str = "Q6_K";
     const WEIGHTS: usize = WEIGHTS;
     const BYTES: usize = 210;
+    const TILES: Option<Fields> =
+        Some(&[Field { unit: 4, count: 48 }, Field { unit: 1, count: 16 }, Field { unit: 2, count: 1 }]);
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (low, high, scales) = (&block[..128], &block[128..192], &block[192..208]);

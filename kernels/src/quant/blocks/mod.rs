@@ -2,12 +2,18 @@
 //! bytes, scales among them.
 //!
 //! A family of formats is a file here. Each says how a block lies, and gives its weights back bit
-//! for bit as the format's own package (`gguf.quants.dequantize`) does.
+//! for bit as the format's own package (`gguf.quants.dequantize`) does. A row's blocks fill words
+//! one after the other, the first byte lowest, and the last word with zeros.
 
-mod k;
-mod simple;
+#[cfg(feature = "cubecl")]
+pub(crate) mod cubecl;
+pub(crate) mod k;
+pub(crate) mod simple;
 
 use half::f16;
+
+use super::row::{QuantizedRow, Reader, RowFormat, RowLayout};
+use super::tiles::{Fields, bytes_of};
 
 /// A format of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -35,33 +41,62 @@ pub enum BlockFormat {
 }
 
 /// How a block is read.
-trait Block {
+pub(crate) trait Block {
     /// As files call it.
     const NAME: &'static str;
     /// Weights in a block.
     const WEIGHTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
+    /// A block in tiles, where the CPU has a kernel for them, which multiplies integers.
+    const TILES: Option<Fields> = None;
 
     /// The weights of one block.
     fn dequantize(block: &[u8], out: &mut [f32]);
 }
 
+/// Bytes of a word.
+const WORD: usize = 4;
+
+impl<T: Block> RowFormat for T {
+    const NAME: &'static str = T::NAME;
+    const READERS: &'static [Reader] = &[Reader::Rows];
+    const TILES: Option<Fields> = T::TILES;
+    const ROUNDS_INPUTS: bool = T::TILES.is_some();
+
+    fn layout(d_input: usize) -> Option<RowLayout> {
+        let whole = d_input > 0 && d_input.is_multiple_of(T::WEIGHTS);
+        whole.then(|| RowLayout { words: (d_input / T::WEIGHTS * T::BYTES).div_ceil(WORD), scales: 0 })
+    }
+
+    // A block is larger than what fills the last word.
+    fn row_length(words: usize) -> usize {
+        words * WORD / T::BYTES * T::WEIGHTS
+    }
+
+    #[inline(always)]
+    fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]) {
+        let blocks = bytes_of(row.words).chunks_exact(T::BYTES);
+        blocks.zip(out.chunks_exact_mut(T::WEIGHTS)).for_each(|(block, out)| T::dequantize(block, out));
+    }
+}
+
 /// Evaluates an expression with `$name` as the type of a format of blocks.
 macro_rules! with_block {
     ($format:expr, $name:ident => $body:expr) => {
-        with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
+        $crate::quant::blocks::with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
             Q2K k, Q3K k, Q4K k, Q5K k, Q6K k)
     };
     (@ $format:expr, $name:ident, $body:expr, $($variant:ident $family:ident),*) => {
         match $format {
-            $(BlockFormat::$variant => {
-                type $name = $family::$variant;
+            $($crate::quant::blocks::BlockFormat::$variant => {
+                type $name = $crate::quant::blocks::$family::$variant;
                 $body
             })*
         }
     };
 }
+pub(crate) use with_block;
 
 impl BlockFormat {
     /// All of them.
@@ -80,7 +115,7 @@ impl BlockFormat {
 
     /// As files call it.
     pub fn name(self) -> &'static str {
-        with_block!(self, F => F::NAME)
+        with_block!(self, F => <F as Block>::NAME)
     }
 
     /// Weights in a block.
@@ -109,7 +144,7 @@ impl BlockFormat {
         with_block!(self, F => blocks
             .chunks_exact(F::BYTES)
             .zip(out.chunks_exact_mut(F::WEIGHTS))
-            .for_each(|(block, out)| F::dequantize(block, out)));
+            .for_each(|(block, out)| <F as Block>::dequantize(block, out)));
     }
 }
 

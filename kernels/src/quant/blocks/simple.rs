@@ -12,6 +12,7 @@
 //! the fifth bits, a little-endian word, is weight i's.
 
 use super::{Block, half_at};
+use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 32;
 
@@ -35,13 +36,14 @@ fn shifted(out: &mut [f32], scale: f32, least: f32, quants: impl Iterator<Item =
 }
 
 macro_rules! block {
-    ($type:ident, $name:literal, $bytes:literal, |$block:ident, $out:ident| $body:expr) => {
-        pub(super) struct $type;
+    ($type:ident, $name:literal, $bytes:literal, $tiles:expr, |$block:ident, $out:ident| $body:expr) => {
+        pub(crate) struct $type;
 
         impl Block for $type {
             const NAME: &'static str = $name;
             const WEIGHTS: usize = WEIGHTS;
             const BYTES: usize = $bytes;
+            const TILES: Option<Fields> = $tiles;
 
             fn dequantize($block: &[u8], $out: &mut [f32]) {
                 $body
@@ -50,8 +52,20 @@ macro_rules! block {
     };
 }
 
-block!(Q4_0, "Q4_0", 18, |block, out| centred(out, half_at(block, 0), nibbles(&block[2..]), 8));
-block!(Q4_1, "Q4_1", 20, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), nibbles(&block[4..])));
-block!(Q5_0, "Q5_0", 22, |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16));
-block!(Q5_1, "Q5_1", 24, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), five_bits(&block[4..])));
-block!(Q8_0, "Q8_0", 34, |block, out| centred(out, half_at(block, 0), block[2..].iter().copied(), 0));
+const SCALE: Field = Field { unit: 2, count: 1 };
+
+block!(Q4_0, "Q4_0", 18, Some(&[SCALE, Field { unit: 4, count: 4 }]), |block, out| centred(
+    out,
+    half_at(block, 0),
+    nibbles(&block[2..]),
+    8
+));
+block!(Q4_1, "Q4_1", 20, None, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), nibbles(&block[4..])));
+block!(Q5_0, "Q5_0", 22, None, |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16));
+block!(Q5_1, "Q5_1", 24, None, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), five_bits(&block[4..])));
+block!(Q8_0, "Q8_0", 34, Some(&[SCALE, Field { unit: 4, count: 8 }]), |block, out| centred(
+    out,
+    half_at(block, 0),
+    block[2..].iter().copied(),
+    0
+));

@@ -1,13 +1,13 @@
-//! How likely the model takes drawn tokens to be, and the likeliest in their places.
+//! Log-probabilities of sampled tokens, and of the top alternatives.
 
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData};
 use fireclay_kernels::{Backend, Download, download_float, download_int};
 use fireclay_model::Transformer;
 
-use super::{RequestId, WrittenToken};
+use super::{OutputToken, RequestId};
 
-/// The drawn token of each row, and behind it the likeliest in its place, the likeliest first: `[rows, 1 + count]`.
+/// For each row the sampled token, then the top tokens in descending order: `[rows, 1 + count]`.
 pub(super) struct LogProbabilities<B: Backend> {
     pub(super) tokens: Tensor<B, 2, Int>,
     /// Their log-probabilities, in nats.
@@ -15,13 +15,13 @@ pub(super) struct LogProbabilities<B: Backend> {
 }
 
 impl<B: Backend> LogProbabilities<B> {
-    /// Of drawn tokens `[rows]` and the `count` likeliest by logits `[rows, vocabulary]`.
+    /// From sampled tokens `[rows]` and logits `[rows, vocabulary]`, with the top `count` tokens.
     pub(super) fn of(logits: Tensor<B, 2>, drawn: Tensor<B, 1, Int>, count: usize) -> Self {
         let [rows, vocabulary] = logits.dims();
         let mut left = log_softmax(logits, 1);
         let drawn = drawn.clamp(0, vocabulary as i64 - 1).reshape([rows, 1]);
         let (mut tokens, mut values) = (vec![drawn.clone()], vec![left.clone().gather(1, drawn)]);
-        // One after another: there are few, and a sort would leave the device.
+        // One argmax per token: there are few, and a sort would run on the host.
         for _ in 0..count.min(vocabulary) {
             let best = left.clone().argmax(1);
             let value = left.clone().gather(1, best.clone());
@@ -33,21 +33,21 @@ impl<B: Backend> LogProbabilities<B> {
     }
 }
 
-/// Rows of logits that are made at a time, of prompts.
+/// Prompt rows per block of logits.
 const PROMPT_ROWS: usize = 256;
 
-/// Log-probabilities of tokens of a prompt, each by the hidden state of the one before.
+/// Log-probabilities of prompt tokens, each from the hidden state before it.
 pub(super) struct PromptLogProbabilities {
     pub(super) id: RequestId,
-    /// Whether they are the first ones.
+    /// Whether they start the prompt.
     pub(super) begins: bool,
     count: usize,
     parts: Vec<(Download, Download)>,
 }
 
 impl PromptLogProbabilities {
-    /// Of `tokens` by as many hidden states `[tokens, d_model]`, and the `count` likeliest in the
-    /// place of each; a part at a time, so that not all logits are there at once.
+    /// For `tokens` and as many hidden states `[tokens, d_model]`, with the top `count` tokens.
+    /// Works in blocks, to bound the memory of the logits.
     pub(super) fn of<B: Backend>(
         model: &Transformer<B>,
         (id, count): (RequestId, usize),
@@ -65,15 +65,15 @@ impl PromptLogProbabilities {
         Self { id, begins: false, count, parts: tokens.chunks(PROMPT_ROWS).enumerate().map(part).collect() }
     }
 
-    /// On the host: for each token itself and the likeliest. `wait` waits for a download.
+    /// On the host: each token with its alternatives. `wait` waits for a download.
     pub(super) fn known<E>(
         self,
         mut wait: impl FnMut(Download) -> Result<TensorData, E>,
-    ) -> Result<Vec<WrittenToken>, E> {
+    ) -> Result<Vec<OutputToken>, E> {
         let mut all = Vec::new();
         for (tokens, values) in self.parts {
             let known = Known::new(wait(tokens)?, wait(values)?);
-            all.extend(known.all.chunks_exact(known.width.max(1)).map(|row| WrittenToken::of(row, self.count)));
+            all.extend(known.all.chunks_exact(known.width.max(1)).map(|row| OutputToken::of(row, self.count)));
         }
         Ok(all)
     }
@@ -92,7 +92,7 @@ impl Known {
         Self { all: tokens.into_iter().zip(values.iter::<f32>()).collect(), width }
     }
 
-    /// The drawn token of a row, and then the likeliest.
+    /// The sampled token of a row, then the top tokens.
     pub(super) fn row(&self, row: usize) -> &[(u32, f32)] {
         self.all.chunks_exact(self.width.max(1)).nth(row).unwrap_or(&[])
     }

@@ -1,16 +1,17 @@
-//! Many texts at once: requests come and go at any step, and share one cache.
+//! Continuous batching: requests join and leave at any step, and share one KV cache.
 //!
 //! ```text
-//! add -> waiting -> reading its prompt, in chunks -> writing, a token a step -> finished
-//!           ^                                           |
-//!           '----- pages run out: the last that came ---'   it is read again, with what it has written
+//! add -> waiting -> prefill, in chunks -> decode, a token per step -> finished
+//!           ^                                     |
+//!           '------ preempted: pages ran out -----'   recomputed with its generated tokens
 //! ```
 //!
-//! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
-//! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Where a prompt is read, so are those of the
-//! next texts that wait, as far as the step has room, but for their last tokens: many tokens take less time each, and such a text
-//! is written as soon as another has ended. Drawn tokens feed the next step on the device, and are read one or more steps later.
-//! Where nothing else is to be done, a step gives texts as many tokens as the device does at once.
+//! A step is one forward pass: one token of every decoding sequence, and prompt tokens up to the
+//! step's token budget (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Budget
+//! left by a prefill goes to waiting sequences, all but their last token: larger passes are more
+//! efficient, and such a sequence starts to decode as soon as a slot is free. Sampled tokens feed
+//! the next step on the device and are read one or more steps later. When only decoding is left,
+//! one step generates as many tokens as the device supports.
 
 mod log_probabilities;
 mod pass;
@@ -27,212 +28,212 @@ use fireclay_model::{Cache, RowId, Transformer, TransformerConfig};
 use self::log_probabilities::PromptLogProbabilities;
 use crate::failure::Failure;
 
-/// Steps of which the tokens are read together, at the most, where reading makes the device wait for the host.
+/// Maximum steps whose tokens are read together, on devices where a read blocks.
 const READ_STEPS: usize = 16;
-/// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
+/// Minimum time between two reads, except for [`READ_STEPS`]: too short to notice.
 const READ_INTERVAL: Duration = Duration::from_millis(25);
-/// Tokens that texts are given before the next look at what else is to be done, at the most.
-const TOKENS_AHEAD: usize = 16;
-/// Of the texts that are written at a time, the share that may be read ahead of their turn: one in so many.
-const READ_AHEAD: usize = 4;
-/// The most of the likeliest tokens whose probabilities can be asked for.
-pub const MOST_LIKELIEST: usize = 20;
+/// Maximum tokens per sequence in one multi-step call.
+const MAX_STEPS: usize = 16;
+/// Share of the slots that may be prefilled ahead: one in this many.
+const PREFILL_AHEAD: usize = 4;
+/// Maximum number of top log-probabilities per token.
+pub const MAX_TOP_LOGPROBS: usize = 20;
 
-/// What a scheduler may use.
+/// Limits of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerOptions {
-    /// Texts that are written at a time.
+    /// Slots: the maximum number of sequences decoded concurrently.
     pub rows: usize,
-    /// Tokens of one step, prompts and texts together.
+    /// Token budget of a step, decode and prefill together.
     pub step_tokens: usize,
-    /// Tokens that the cache holds.
+    /// Size of the KV cache, in tokens.
     pub cache_tokens: usize,
 }
 
-/// A text to be written.
+/// A sequence to generate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    /// What it goes on from: one token at least.
+    /// The prompt: at least one token.
     pub prompt: Vec<u32>,
-    /// Tokens to write at the most: one at least.
+    /// Maximum number of tokens to generate: at least one.
     pub max_tokens: usize,
-    /// How they are drawn.
+    /// Sampling parameters.
     pub sampling: Sampling,
-    /// Tokens that end it.
-    pub ends: Vec<u32>,
-    /// What is added to the logits of some tokens.
+    /// Stop tokens.
+    pub stop_tokens: Vec<u32>,
+    /// Logit biases, by token.
     pub biases: Vec<(u32, f32)>,
-    /// Asks for the log-probability of each token, and for so many of the likeliest in its place.
-    pub likeliest: Option<usize>,
-    /// Asks for the log-probabilities of the prompt's own tokens, too, and for so many of the
-    /// likeliest in their places.
-    pub prompt_likeliest: Option<usize>,
-    /// Whose it is. Where pages run out, the client that has most of them gives some up.
+    /// Requests the log-probability of each token, with this many top alternatives.
+    pub top_logprobs: Option<usize>,
+    /// Requests the log-probabilities of the prompt's tokens, with this many top alternatives.
+    pub prompt_top_logprobs: Option<usize>,
+    /// The client. When pages run out, sequences of the client with the most pages are preempted.
     pub client: u64,
 }
 
 impl Request {
-    /// A request of the likeliest tokens.
+    /// A greedy request.
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
         let sampling = Sampling::greedy();
         Self {
             prompt,
             max_tokens,
             sampling,
-            ends: Vec::new(),
+            stop_tokens: Vec::new(),
             biases: Vec::new(),
-            likeliest: None,
-            prompt_likeliest: None,
+            top_logprobs: None,
+            prompt_top_logprobs: None,
             client: 0,
         }
     }
 }
 
-/// Which tokens a text may go on with, as a grammar has it.
+/// Restricts the tokens of a sequence, for example to a grammar.
 pub trait TokenFilter: Send {
-    /// The tokens that may be next, a bit for each of the vocabulary, 32 in a word, the lowest first.
+    /// Mask of the allowed next tokens: one bit per vocabulary entry, 32 per word, lowest first.
     ///
     /// # Errors
-    /// If it cannot say; the text ends then.
+    /// If it fails; the sequence ends then.
     fn allowed(&mut self) -> Result<Vec<u32>, Failure>;
 
-    /// Takes the next token; whether the text is complete with it.
+    /// Accepts the next token. Returns whether the output is complete.
     ///
     /// # Errors
-    /// If it cannot be followed; the text ends then.
+    /// If it fails; the sequence ends then.
     fn push(&mut self, token: u32) -> Result<bool, Failure>;
 }
 
-/// Names a request.
+/// The id of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(u64);
 
-/// Why a text ended.
+/// Why a sequence finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// By a token that ends it, its last one.
+    /// It generated a stop token, its last one.
     End,
-    /// Its filter has it complete; the last token is a part of it.
+    /// Its filter accepts the output as complete, last token included.
     Complete,
-    /// It has as many tokens as were asked for.
+    /// It reached max_tokens.
     Length,
-    /// Its logits are not numbers.
+    /// Its logits are NaN.
     NotANumber,
-    /// Its filter cannot say what may follow.
+    /// Its filter failed.
     Filter,
 }
 
-/// A token of a text.
+/// A token with optional log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
-pub struct WrittenToken {
+pub struct OutputToken {
     /// The token.
     pub token: u32,
-    /// Its log-probability by the model, in nats, before temperature, cuts, biases and penalties, if it was asked for.
+    /// Its log-probability in nats, if requested: the model's own, before temperature, truncation,
+    /// biases and penalties.
     pub log_probability: Option<f32>,
-    /// The likeliest tokens in its place and their log-probabilities, the likeliest first.
-    pub likeliest: Vec<(u32, f32)>,
+    /// The top tokens in its place and their log-probabilities, in descending order.
+    pub top_logprobs: Vec<(u32, f32)>,
 }
 
-impl WrittenToken {
-    /// A token of no known probability.
+impl OutputToken {
+    /// A token without log-probabilities.
     fn plain(token: u32) -> Self {
-        Self { token, log_probability: None, likeliest: Vec::new() }
+        Self { token, log_probability: None, top_logprobs: Vec::new() }
     }
 
-    /// A token and the `count` likeliest in its place, all of which `known` begins with.
+    /// A token and its top `count` alternatives, from the start of `known`.
     fn of(known: &[(u32, f32)], count: usize) -> Self {
         let Some(((token, own), others)) = known.split_first() else { return Self::plain(0) };
-        Self { token: *token, log_probability: Some(*own), likeliest: others.iter().take(count).copied().collect() }
+        Self { token: *token, log_probability: Some(*own), top_logprobs: others.iter().take(count).copied().collect() }
     }
 }
 
-/// What became of a request since it was asked before.
+/// Output of a request since the last call.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Written {
-    /// Which request.
+pub struct RequestOutput {
+    /// The request.
     pub id: RequestId,
-    /// More tokens of its prompt, where their log-probabilities are asked for; the first of all has
-    /// none.
-    pub prompt: Vec<WrittenToken>,
-    /// Its new tokens.
-    pub tokens: Vec<WrittenToken>,
-    /// Tokens of its prompt that were in the cache already, with the first of its tokens.
+    /// Further prompt tokens, if their log-probabilities were requested. The first one has none.
+    pub prompt: Vec<OutputToken>,
+    /// New tokens.
+    pub tokens: Vec<OutputToken>,
+    /// Prompt tokens found in the KV cache; set with the first token.
     pub cached: Option<usize>,
-    /// Why it ended, if it did: nothing more comes then.
+    /// The reason it finished, if it did; it is the last output then.
     pub finish: Option<Finish>,
 }
 
-impl Written {
+impl RequestOutput {
     fn nothing(id: RequestId) -> Self {
         Self { id, prompt: Vec::new(), tokens: Vec::new(), cached: None, finish: None }
     }
 }
 
-/// How much there is to do, and what it takes.
+/// The scheduler's current load.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
-    /// Requests that have not begun.
+    /// Requests that have not started.
     pub waiting: usize,
-    /// Those whose prompts are being read, or were, and wait for their turn.
-    pub reading: usize,
-    /// Those that are being written.
-    pub writing: usize,
+    /// Sequences in prefill, or past it and waiting for a slot.
+    pub prefilling: usize,
+    /// Decoding sequences.
+    pub decoding: usize,
     /// Pages of the cache.
     pub pages: usize,
-    /// Pages that none of them has.
-    pub pages_left: usize,
-    /// Tokens whose keys and values are in the pages that they have.
+    /// Free pages.
+    pub free_pages: usize,
+    /// Tokens in the sequences' pages.
     pub tokens: usize,
-    /// How often a text gave up its pages for others so far, to be read again.
+    /// Preemptions so far.
     pub preemptions: usize,
 }
 
-/// A request on its way.
-struct Text {
+/// A request in the scheduler.
+struct Sequence {
     id: RequestId,
-    /// Its place in line, which a pause takes from it.
+    /// Its place in the queue; a pause loses it.
     arrival: u64,
     request: Request,
-    /// The prompt, and the tokens behind it that were read from the device.
+    /// The prompt, and the generated tokens read from the device.
     tokens: Vec<u32>,
-    /// Tokens drawn behind the prompt; those beyond `tokens` are still on the device.
+    /// Number of generated tokens; those beyond `tokens` are still on the device.
     drawn: usize,
-    /// Where in `tokens` its row of the cache begins.
+    /// Where in `tokens` its cache row starts.
     begin: usize,
     row: Option<RowId>,
-    /// Its line of counts.
+    /// Its row of token counts.
     line: Option<usize>,
-    /// Which tokens it may go on with, if not all.
+    /// Restricts its tokens, if set.
     filter: Option<Box<dyn TokenFilter>>,
-    /// How often it went on from its own end.
+    /// Number of context shifts.
     slides: u64,
-    /// Tokens of its prompt that the cache had when it first got a row; told with its first token.
+    /// Prompt tokens found in the cache at admission; reported with its first token.
     cached: Option<usize>,
     was_admitted: bool,
-    /// Tokens of the prompt of which log-probabilities are made, if they are asked for.
+    /// Prompt tokens whose log-probabilities are computed, if requested.
     prompt_known: usize,
-    /// Where its last token is among those that the last step drew, if it was: the next step reads it there.
+    /// Index of its last token among those sampled by the last step, if any: the next step reads it
+    /// there.
     drawn_at: Option<usize>,
-    /// Tokens that it reads in this step.
-    reads: usize,
-    /// Whether it is its turn: if not, its last token is not read yet.
-    has_turn: bool,
+    /// Tokens scheduled for this step.
+    scheduled: usize,
+    /// Whether it has a slot. Without one, its last prompt token is not prefilled.
+    has_slot: bool,
     finished: bool,
 }
 
-impl Text {
+impl Sequence {
     fn prompt_length(&self) -> usize {
         self.request.prompt.len()
     }
 
-    /// Whether nothing more is to be drawn.
+    /// Whether no further token is to be sampled.
     fn is_complete(&self) -> bool {
         self.finished || self.drawn >= self.request.max_tokens
     }
 
-    /// Whether log-probabilities of its prompt are asked for, and not all of them made.
+    /// Whether log-probabilities of its prompt are still to be computed.
     fn awaits_prompt(&self) -> bool {
-        self.request.prompt_likeliest.is_some() && self.prompt_known + 1 < self.prompt_length()
+        self.request.prompt_top_logprobs.is_some() && self.prompt_known + 1 < self.prompt_length()
     }
 
     fn needs_line(&self) -> bool {
@@ -247,76 +248,76 @@ impl Text {
     }
 }
 
-/// Tokens that end each of some texts, and the same on the device, `[texts, most]`.
-struct Ends<B: Backend> {
-    of_texts: Vec<Vec<u32>>,
+/// Stop tokens of some sequences, and the same on the device, `[sequences, most]`.
+struct StopTokens<B: Backend> {
+    of_sequences: Vec<Vec<u32>>,
     on_device: Tensor<B, 2, Int>,
 }
 
-/// Tokens on their way from the device.
+/// Sampled tokens in transfer from the device.
 struct Drawn {
     tokens: Download,
-    /// How many come one after another of each.
+    /// Number of consecutive tokens per sequence.
     steps: usize,
-    /// Whose they are, by their place in each step.
-    texts: Vec<(usize, RequestId)>,
-    /// The tokens of [`LogProbabilities`](log_probabilities::LogProbabilities), and their values.
+    /// Their sequences, with the index in each step.
+    sequences: Vec<(usize, RequestId)>,
+    /// The tokens and values of [`LogProbabilities`](log_probabilities::LogProbabilities).
     log_probabilities: Option<(Download, Download)>,
     prompts: Vec<PromptLogProbabilities>,
 }
 
 impl Drawn {
-    /// With all that it waits for begun.
+    /// Starts all of its downloads.
     fn begin(self) -> Self {
         let log_probabilities = self.log_probabilities.map(|(tokens, values)| (tokens.begin(), values.begin()));
         Self { tokens: self.tokens.begin(), log_probabilities, ..self }
     }
 }
 
-/// Tokens from which a text goes on that has filled the context: half of it, or what the attention's window sees, if that is
-/// more. None where attention sees all of the context.
+/// Tokens kept when a sequence fills the context: half of the context, or the attention window if
+/// that is larger. `None` without a window.
 pub(super) fn kept_tokens(config: &TransformerConfig) -> Option<usize> {
     let window = config.sliding_window.filter(|window| *window < config.context_length)?;
     Some(window.max(config.context_length / 2))
 }
 
-/// Writes many texts at once.
+/// A continuous-batching scheduler.
 pub struct Scheduler<B: Backend> {
     options: SchedulerOptions,
     cache: Cache<B>,
     context: usize,
     vocabulary: usize,
-    /// Tokens that a text goes on from which has filled the context, where the model has a window.
+    /// Tokens kept when a sequence fills the context, for models with a window.
     kept: Option<usize>,
-    waiting: VecDeque<Text>,
-    /// Those that have rows, in the order in which they came.
-    running: Vec<Text>,
-    /// Those that wait until they are resumed.
-    paused: Vec<Text>,
+    waiting: VecDeque<Sequence>,
+    /// Admitted sequences, in order of arrival.
+    running: Vec<Sequence>,
+    /// Sequences that wait until they are resumed.
+    paused: Vec<Sequence>,
     requests: u64,
     arrivals: u64,
-    /// What the last step drew, and how.
+    /// The tokens and parameters of the last sampling.
     drawn: Option<Tensor<B, 1, Int>>,
     sampled: Option<(Vec<SampledRow>, SampledRows<B>)>,
-    /// What the last steps ahead had.
-    ends: Option<Ends<B>>,
+    /// Those of the last multi-step call.
+    stop_tokens: Option<StopTokens<B>>,
     counts: Option<TokenCounts<B>>,
     free_lines: Vec<usize>,
-    on_the_way: VecDeque<Drawn>,
+    in_flight: VecDeque<Drawn>,
     last_read: Instant,
-    ready: HashMap<RequestId, Written>,
+    ready: HashMap<RequestId, RequestOutput>,
     preemptions: usize,
     device: B::Device,
 }
 
 impl<B: Backend> Scheduler<B> {
-    /// A scheduler for a model, whose cache is allocated here.
+    /// A scheduler for a model. Allocates the KV cache.
     ///
     /// # Panics
-    /// If the model looks ahead, as encoders do, or an option is zero.
+    /// If the model is an encoder, or an option is zero.
     pub fn new(model: &Transformer<B>, options: SchedulerOptions, device: B::Device) -> Self {
         let SchedulerOptions { rows, step_tokens, cache_tokens } = options;
-        assert!(rows > 0 && step_tokens > 0 && cache_tokens > 0, "a scheduler of nothing: {options:?}");
+        assert!(rows > 0 && step_tokens > 0 && cache_tokens > 0, "scheduler options must be positive: {options:?}");
         let config = model.config();
         let context = config.context_length;
         Self {
@@ -332,10 +333,10 @@ impl<B: Backend> Scheduler<B> {
             arrivals: 0,
             drawn: None,
             sampled: None,
-            ends: None,
+            stop_tokens: None,
             counts: None,
             free_lines: Vec::new(),
-            on_the_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             last_read: Instant::now(),
             ready: HashMap::new(),
             preemptions: 0,
@@ -343,26 +344,27 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Sequences decoded at a time.
+    /// Slots: the maximum number of sequences decoded concurrently.
     pub fn rows(&self) -> usize {
         self.options.rows
     }
 
-    /// Texts that there is work for at a time: those that are written, and those that are read ahead of their turn.
-    pub fn texts_at_once(&self) -> usize {
-        self.options.rows + self.options.rows / READ_AHEAD
+    /// Maximum number of admitted sequences: those with slots, and those prefilled ahead.
+    pub fn max_active(&self) -> usize {
+        self.options.rows + self.options.rows / PREFILL_AHEAD
     }
 
-    /// Adds a request, behind those that wait.
+    /// Adds a request to the end of the queue.
     ///
     /// # Errors
-    /// If it asks for nothing, holds tokens that the vocabulary lacks, draws by numbers that make no distribution, or can never
-    /// fit the context or the cache.
+    /// If it asks for nothing, has tokens outside the vocabulary or invalid sampling parameters, or
+    /// can never fit the context or the cache.
     pub fn add(&mut self, request: Request) -> Result<RequestId, Failure> {
         self.add_filtered(request, None)
     }
 
-    /// Adds a request of which each token is one that `filter` allows. While there are such texts, tokens are read at each step.
+    /// Adds a request whose tokens `filter` restricts. With such sequences, tokens are read after
+    /// each step.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -371,23 +373,25 @@ impl<B: Backend> Scheduler<B> {
         request: Request,
         filter: Option<Box<dyn TokenFilter>>,
     ) -> Result<RequestId, Failure> {
-        let Request { prompt, max_tokens, biases, likeliest, prompt_likeliest, sampling, .. } = &request;
+        let Request { prompt, max_tokens, biases, top_logprobs, prompt_top_logprobs, sampling, .. } = &request;
         sampling.validate().map_err(|reason| Failure::usage(format!("a request with {reason}")))?;
         let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
         if length == 0 || *max_tokens == 0 {
-            return Err(Failure::usage("a request needs a prompt of one token at least, and asks for one at least"));
+            return Err(Failure::usage("a request needs a prompt of at least one token and max_tokens of at least 1"));
         }
         let tokens = prompt.iter().chain(biases.iter().map(|(token, _)| token));
         if let Some(token) = tokens.max().filter(|token| **token as usize >= self.vocabulary) {
             let last = self.vocabulary - 1;
-            return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {last}")));
+            return Err(Failure::usage(format!("token {token} is outside the model's vocabulary, 0 to {last}")));
         }
-        if likeliest.max(prompt_likeliest).is_some_and(|count| count > MOST_LIKELIEST) {
-            return Err(Failure::usage(format!("{MOST_LIKELIEST} of the likeliest tokens can be asked for, not more")));
+        if top_logprobs.max(prompt_top_logprobs).is_some_and(|count| count > MAX_TOP_LOGPROBS) {
+            return Err(Failure::usage(format!(
+                "{MAX_TOP_LOGPROBS} is the maximum number of top log-probabilities per token"
+            )));
         }
         if room == 0 || (*max_tokens > room && self.kept.is_none()) {
             return Err(Failure::usage(format!(
-                "the prompt has {length} tokens and {max_tokens} are to follow, but the model's context is {}",
+                "the prompt has {length} tokens and max_tokens is {max_tokens}, but the model's context is {}",
                 self.context
             )));
         }
@@ -396,13 +400,13 @@ impl<B: Backend> Scheduler<B> {
         if most.div_ceil(self.cache.page_tokens()) > pages {
             let held = pages * self.cache.page_tokens();
             return Err(Failure::usage(format!(
-                "the prompt has {length} tokens and {max_tokens} are to follow, but the cache holds {held}"
+                "the prompt has {length} tokens and max_tokens is {max_tokens}, but the cache holds {held}"
             )));
         }
         self.requests += 1;
         let id = RequestId(self.requests);
         let tokens = prompt.clone();
-        let text = Text {
+        let sequence = Sequence {
             id,
             arrival: self.arrive(),
             request,
@@ -417,109 +421,112 @@ impl<B: Backend> Scheduler<B> {
             was_admitted: false,
             prompt_known: 0,
             drawn_at: None,
-            reads: 0,
-            has_turn: false,
+            scheduled: 0,
+            has_slot: false,
             finished: false,
         };
-        self.waiting.push_back(text);
+        self.waiting.push_back(sequence);
         Ok(id)
     }
 
-    /// The next place in line.
+    /// The next place in the queue.
     fn arrive(&mut self) -> u64 {
         self.arrivals += 1;
         self.arrivals
     }
 
-    /// Preempts a request until it is [resumed](Self::resume): it gives up its row and pages, and
-    /// keeps its tokens. Whether it did: one that is complete by now, or is not there, does not.
+    /// Preempts a request until it is [resumed](Self::resume): it loses its row and pages and keeps
+    /// its tokens. Returns false if it is complete or unknown.
     ///
     /// # Errors
     /// If the device fails.
     pub fn pause(&mut self, id: RequestId) -> Result<bool, Failure> {
-        if let Some(text) = self.waiting.iter().position(|text| text.id == id).and_then(|at| self.waiting.remove(at)) {
-            self.paused.push(text);
+        if let Some(sequence) =
+            self.waiting.iter().position(|sequence| sequence.id == id).and_then(|at| self.waiting.remove(at))
+        {
+            self.paused.push(sequence);
             return Ok(true);
         }
-        if !self.running.iter().any(|text| text.id == id) {
+        if !self.running.iter().any(|sequence| sequence.id == id) {
             return Ok(false);
         }
-        // What it has drawn has to be known.
+        // All of its tokens have to be known.
         self.read(0)?;
-        let Some(at) = self.running.iter().position(|text| text.id == id) else { return Ok(false) };
-        let text = self.running.remove(at);
-        let text = self.taken_back(text);
-        self.paused.push(text);
+        let Some(at) = self.running.iter().position(|sequence| sequence.id == id) else { return Ok(false) };
+        let sequence = self.running.remove(at);
+        let sequence = self.release(sequence);
+        self.paused.push(sequence);
         self.preemptions += 1;
         Ok(true)
     }
 
-    /// Puts a paused request behind those that wait.
+    /// Puts a paused request at the end of the queue.
     pub fn resume(&mut self, id: RequestId) {
-        if let Some(at) = self.paused.iter().position(|text| text.id == id) {
-            let text = Text { arrival: self.arrive(), ..self.paused.remove(at) };
-            self.waiting.push_back(text);
+        if let Some(at) = self.paused.iter().position(|sequence| sequence.id == id) {
+            let sequence = Sequence { arrival: self.arrive(), ..self.paused.remove(at) };
+            self.waiting.push_back(sequence);
         }
     }
 
-    /// Ends a request now; what was not taken of it is gone. Others are not touched.
+    /// Ends a request and drops its pending output. Others are not affected.
     pub fn cancel(&mut self, id: RequestId) {
-        self.waiting.retain(|text| text.id != id);
-        self.paused.retain(|text| text.id != id);
-        if let Some(at) = self.running.iter().position(|text| text.id == id) {
-            let text = self.running.remove(at);
-            self.taken_back(text);
+        self.waiting.retain(|sequence| sequence.id != id);
+        self.paused.retain(|sequence| sequence.id != id);
+        if let Some(at) = self.running.iter().position(|sequence| sequence.id == id) {
+            let sequence = self.running.remove(at);
+            self.release(sequence);
         }
         self.ready.remove(&id);
     }
 
-    /// Whether there is nothing to do and nothing to take, but for requests that are paused.
+    /// Whether there is no work and no output, except for paused requests.
     pub fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty() && self.on_the_way.is_empty() && self.ready.is_empty()
+        self.waiting.is_empty() && self.running.is_empty() && self.in_flight.is_empty() && self.ready.is_empty()
     }
 
-    /// What there is to do.
+    /// The current load.
     pub fn load(&self) -> Load {
-        let (pages, pages_left) = self.cache.pages();
-        let writing = self.running.iter().filter(|text| text.drawn_at.is_some()).count();
-        let (waiting, reading) = (self.waiting.len(), self.running.len() - writing);
-        let tokens = self.running.iter().filter_map(|text| Some(self.cache.length(text.row?))).sum();
-        Load { waiting, reading, writing, pages, pages_left, tokens, preemptions: self.preemptions }
+        let (pages, free_pages) = self.cache.pages();
+        let decoding = self.running.iter().filter(|sequence| sequence.drawn_at.is_some()).count();
+        let (waiting, prefilling) = (self.waiting.len(), self.running.len() - decoding);
+        let tokens = self.running.iter().filter_map(|sequence| Some(self.cache.length(sequence.row?))).sum();
+        Load { waiting, prefilling, decoding, pages, free_pages, tokens, preemptions: self.preemptions }
     }
 
-    /// What became of requests, in the order in which they were added: what was read from the device by now.
-    pub fn take(&mut self) -> Vec<Written> {
-        let mut written: Vec<Written> = self.ready.drain().map(|(_, written)| written).collect();
+    /// Takes the output read from the device so far, in the order of requests.
+    pub fn take(&mut self) -> Vec<RequestOutput> {
+        let mut written: Vec<RequestOutput> = self.ready.drain().map(|(_, written)| written).collect();
         written.sort_by_key(|written| written.id);
         written
     }
 
-    /// One pass of the model, if there is something to do, and a look at what was drawn, if it is time.
+    /// Runs a forward pass if there is work, and reads sampled tokens if it is time.
     ///
     /// # Errors
     /// If the device fails.
     pub fn step(&mut self, model: &Transformer<B>) -> Result<(), Failure> {
-        // A filter has to know all tokens before the next.
-        if !self.on_the_way.is_empty() && self.running.iter().any(|text| text.filter.is_some()) {
+        // A filter needs all tokens before the next mask.
+        if !self.in_flight.is_empty() && self.running.iter().any(|sequence| sequence.filter.is_some()) {
             self.read(0)?;
         }
         self.slide()?;
-        let reads = self.plan()?;
-        let writing: Vec<usize> = (0..self.running.len()).filter(|at| self.writes(&self.running[*at])).collect();
-        let first_tokens = writing.iter().all(|at| self.running[*at].drawn_at.is_none());
-        if !reads.is_empty() || !writing.is_empty() {
-            self.pass(model, &writing, &reads);
+        let prefills = self.plan()?;
+        let decoding: Vec<usize> = (0..self.running.len()).filter(|at| self.decodes(&self.running[*at])).collect();
+        let first_tokens = decoding.iter().all(|at| self.running[*at].drawn_at.is_none());
+        if !prefills.is_empty() || !decoding.is_empty() {
+            self.pass(model, &decoding, &prefills);
         }
-        // A text that has all its tokens holds up whoever waits for its row.
-        let complete = self.running.iter().any(|text| text.is_complete());
-        let waits = self.running.iter().any(|text| !text.is_complete());
+        // A complete sequence blocks its slot until its tokens are read.
+        let complete = self.running.iter().any(|sequence| sequence.is_complete());
+        let waits = self.running.iter().any(|sequence| !sequence.is_complete());
         if B::downloads_at_once() {
-            // The device has the last step to do meanwhile; but nobody waits longer for a first token than that takes.
+            // The device works on the last step meanwhile. A first token waits for that step at
+            // most.
             self.read(usize::from(waits && !first_tokens))?;
         } else if first_tokens
             || complete
             || !waits
-            || self.on_the_way.len() >= READ_STEPS
+            || self.in_flight.len() >= READ_STEPS
             || self.last_read.elapsed() >= READ_INTERVAL
         {
             self.read(0)?;

@@ -1,4 +1,4 @@
-//! Texts that nobody asked for: their kernels are compiled before somebody waits for them.
+//! Warm-up sequences, which compile kernels before the first request.
 
 use fireclay_kernels::{Backend, Penalties, Sampling};
 use fireclay_model::Transformer;
@@ -6,13 +6,14 @@ use fireclay_model::Transformer;
 use super::{Request, Scheduler};
 use crate::failure::Failure;
 
-/// Tokens of a short prompt, and the fewest behind it: texts end one after another.
+/// Tokens of a short prompt, and the minimum to generate: sequences end one after another.
 const PROMPT: usize = 16;
 const TOKENS: usize = 6;
 
 impl<B: Backend> Scheduler<B> {
-    /// Writes short texts, one alone and then twice as many at a time up to `rows`, drawn in several ways, and reads long prompts of several
-    /// lengths beside them, as long as `goes_on`. What they wrote is gone, and so are their pages.
+    /// Runs short sequences in batches of 1, 2, 4, .. up to `rows` with various sampling
+    /// parameters, together with long prompts of several lengths, while `goes_on`. Drops their
+    /// output and pages.
     ///
     /// # Errors
     /// If the device fails.
@@ -21,27 +22,28 @@ impl<B: Backend> Scheduler<B> {
         let room = self.context.min(pages * self.cache.page_tokens());
         let Some(long) = room.checked_sub(PROMPT.max(2 * TOKENS)) else { return Ok(()) };
         let long = long.clamp(1, self.options.step_tokens);
-        // Rows are left for long prompts, where there are more.
+        // Leave slots for long prompts, if there are more.
         let rows = rows.min(self.options.rows.saturating_sub(2)).max(1);
         let counts = (0..).map(|power| 1 << power).take_while(|count| *count < 2 * rows);
         for (round, count) in counts.map(|count: usize| count.min(rows)).enumerate() {
-            for text in 0..count {
-                let request = self.text(PROMPT.min(long), text);
+            for sequence in 0..count {
+                let request = self.sequence(PROMPT.min(long), sequence);
                 self.add(request)?;
             }
-            // Beside short texts, then beside tokens that follow a long one; the shorter, the more texts there are, and then odd.
+            // Prefill next to short sequences, then next to decoding after a long prompt. The more
+            // sequences, the shorter the prompt, with odd lengths last.
             let lengths = [long >> (round % 4), (long >> (round % 5)).saturating_sub(round % 2), round + 1];
             let mut prompts = lengths.map(|length| length.clamp(1, long)).into_iter().enumerate();
             while !self.is_idle() {
                 if !goes_on() {
-                    let texts = self.running.iter().chain(&self.waiting).map(|text| text.id);
-                    texts.collect::<Vec<_>>().into_iter().for_each(|id| self.cancel(id));
+                    let sequences = self.running.iter().chain(&self.waiting).map(|sequence| sequence.id);
+                    sequences.collect::<Vec<_>>().into_iter().for_each(|id| self.cancel(id));
                     return Ok(());
                 }
                 self.step(model)?;
                 self.take();
                 if let Some((place, length)) = prompts.next() {
-                    let request = self.text(length, rows + lengths.len() * round + place);
+                    let request = self.sequence(length, rows + lengths.len() * round + place);
                     self.add(request)?;
                 }
             }
@@ -49,13 +51,14 @@ impl<B: Backend> Scheduler<B> {
         Ok(())
     }
 
-    /// A text with a prompt of `length` that no other has, which the cache would know, drawn in one of the ways that are asked for most.
-    fn text(&self, length: usize, text: usize) -> Request {
-        let prompt = (0..length).map(|at| ((at + text) % self.vocabulary) as u32).collect();
-        let request = Request::new(prompt, TOKENS + text % TOKENS);
+    /// A sequence with a prompt of `length` that shares no prefix, with one of the common sampling
+    /// settings.
+    fn sequence(&self, length: usize, sequence: usize) -> Request {
+        let prompt = (0..length).map(|at| ((at + sequence) % self.vocabulary) as u32).collect();
+        let request = Request::new(prompt, TOKENS + sequence % TOKENS);
         let drawn = Sampling::greedy().with_temperature(1.0);
         let penalties = Penalties { presence: 0.5, ..Penalties::default() };
-        let sampling = match text % 8 {
+        let sampling = match sequence % 8 {
             1 | 7 => drawn,
             2 => drawn.with_top_p(Some(0.9)),
             3 => drawn.with_top_p(Some(0.9)).with_top_k(Some(20)),
@@ -64,7 +67,8 @@ impl<B: Backend> Scheduler<B> {
             6 => Sampling::greedy().with_penalties(penalties),
             _ => Sampling::greedy(),
         };
-        let (biases, likeliest) = (if text % 8 == 5 { vec![(0, 1.0)] } else { vec![] }, (text % 8 == 7).then_some(2));
-        Request { sampling, biases, likeliest, ..request }
+        let (biases, top_logprobs) =
+            (if sequence % 8 == 5 { vec![(0, 1.0)] } else { vec![] }, (sequence % 8 == 7).then_some(2));
+        Request { sampling, biases, top_logprobs, ..request }
     }
 }

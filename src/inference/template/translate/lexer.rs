@@ -1,6 +1,6 @@
 //! The tokens of a tag.
 
-/// A part of an expression.
+/// A token of an expression.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Token {
     Name(String),
@@ -15,28 +15,28 @@ const OPERATORS: [&str; 26] = [
     "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<", "=", ".",
     ":", "|", ",", ";",
 ];
-/// Reads a tag, token by token.
+/// Tokenizes a tag.
 pub(super) struct Lexer<'a> {
     source: &'a str,
     pub(super) at: usize,
-    /// Brackets that wait for their ends.
+    /// Open brackets.
     nested: Vec<&'static str>,
 }
 
-/// What comes next.
+/// The next token.
 pub(super) enum Lexed {
     Token(Token),
-    /// The end of the tag, and the sign before it.
+    /// The end of the tag, with its white-space sign.
     End(&'static str),
 }
 
 impl<'a> Lexer<'a> {
-    /// Reads from here on.
+    /// Starts at an offset.
     pub(super) fn new(source: &'a str, at: usize) -> Self {
         Self { source, at, nested: Vec::new() }
     }
 
-    /// The next token, or the end of the tag, which is `end`.
+    /// The next token, or the end of the tag, `end`.
     pub(super) fn next(&mut self, end: &'static str) -> Result<Lexed, String> {
         let source = self.source;
         let rest = source[self.at..].trim_start();
@@ -123,7 +123,7 @@ fn closing_quote(text: &str, quote: char) -> Option<usize> {
     })
 }
 
-/// A string literal as Python reads it.
+/// A string literal, parsed as in Python.
 fn unescape(text: &str) -> Result<String, String> {
     let mut read = String::with_capacity(text.len());
     let mut chars = text.chars();

@@ -1,25 +1,26 @@
-//! A chat template in Jinja's words becomes one in `minijinja`'s, whose expressions are calls of
-//! Python's operations.
+//! Translates a Jinja chat template to one for `minijinja`, whose expressions are calls of Python's
+//! operations.
 //!
-//! `minijinja` has operators, literals and attributes of its own: `%` formats no strings, tuples
-//! are lists, `x.items` is a key, `none` has a length. So each expression is read here as Jinja
-//! reads it, and written as calls of the functions in `operators.rs`. Text, white space, loops and
-//! macros stay `minijinja`'s, and so do scopes, but that `{% with %}` is put where Jinja has one
-//! more. Tags that no chat template of `transformers` can have are refused.
+//! `minijinja` has its own operators, literals and attributes: `%` formats no strings, tuples are
+//! lists, `x.items` is a key, `none` has a length. So each expression is parsed as in Jinja and
+//! emitted as calls of the functions in `operators.rs`. Text, white space, loops, macros and scopes
+//! stay `minijinja`'s, except that `{% with %}` is inserted where Jinja has an extra scope. Tags
+//! that no chat template of `transformers` can have are refused.
 
+use super::GENERATION;
 use lexer::{Lexed, Lexer, Token};
 use parser::Parser;
 
 mod lexer;
 mod parser;
 
-/// Tags of Jinja that no chat template has a use for.
+/// Jinja tags without use in chat templates.
 const REFUSED_TAGS: [&str; 8] = ["autoescape", "block", "do", "extends", "from", "import", "include", "print"];
 
-/// The same template for `minijinja`, line by line.
+/// The template for `minijinja`, line by line.
 ///
 /// # Errors
-/// If it is no template, or uses what is not known here: with its line.
+/// If it is invalid or uses an unsupported feature; names the line.
 pub(in crate::inference::template) fn translate(source: &str) -> Result<String, String> {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut translation = Translation { source: &source, at: 0, written: String::new(), open: Vec::new() };
@@ -30,10 +31,10 @@ pub(in crate::inference::template) fn translate(source: &str) -> Result<String, 
     Ok(translation.written)
 }
 
-/// A tag that waits for its end.
+/// An open tag.
 struct Open {
     tag: &'static str,
-    /// What ends it for `minijinja`.
+    /// What closes it in `minijinja`.
     end: &'static str,
 }
 
@@ -68,7 +69,7 @@ impl<'a> Translation<'a> {
                 "{%" => match raw(self.rest()) {
                     Some(Ok((begin, length))) => {
                         self.copy(begin);
-                        // Jinja keeps a line's end behind this tag alone.
+                        // Only after this tag does Jinja keep the line's end.
                         if !self.written.ends_with("-%}") {
                             self.written.insert(self.written.len() - 2, '+');
                         }
@@ -79,7 +80,7 @@ impl<'a> Translation<'a> {
                 },
                 _ => self.output()?,
             }
-            // Lines stay where they were, so that what is refused has its line.
+            // Lines keep their numbers, for errors.
             let lines = self.source[from..self.at].matches('\n').count();
             let missing = lines.saturating_sub(self.written[line..].matches('\n').count());
             let sign = self.written[..self.written.len() - 2].ends_with(['-', '+']);
@@ -97,7 +98,7 @@ impl<'a> Translation<'a> {
         self.at += length;
     }
 
-    /// The tokens of a tag, with the signs that control white space before and behind it.
+    /// The tokens of a tag, with the white-space signs around it.
     fn tokens(&mut self, end: &'static str) -> Result<(&'a str, Vec<Token>, &'a str), String> {
         let from = self.at + 2;
         let sign = |at: usize| match self.source.as_bytes().get(at) {
@@ -126,7 +127,7 @@ impl<'a> Translation<'a> {
 
     fn output(&mut self) -> Result<(), String> {
         let (before, mut tokens, behind) = self.tokens("}}")?;
-        // Beside what is printed as it is, `safe` would escape what is added to it.
+        // With unescaped output, `safe` would escape what is added to it.
         if tokens.ends_with(&[Token::Op("|"), Token::Name("safe".into())]) {
             tokens.truncate(tokens.len() - 2);
         }
@@ -159,7 +160,7 @@ impl<'a> Translation<'a> {
             "else" => {
                 self.within(&["if", "for"], "else")?;
                 match self.open.last_mut() {
-                    // What is set where a loop had nothing stays there.
+                    // Assignments in the body of an empty loop's `else` stay there.
                     Some(open) if open.tag == "for" => {
                         open.end = "endwith %}{% endfor";
                         "else %}{% with".into()
@@ -194,10 +195,10 @@ impl<'a> Translation<'a> {
                 self.open.push(Open { tag: "with", end: "endwith" });
                 parser.with_tag()?
             }
-            // Marks the assistant's part for training: what is set within stays within.
+            // What the assistant writes, for training: variables set within it stay local to it.
             "generation" => {
-                self.open.push(Open { tag: "generation", end: "endwith" });
-                "with".into()
+                self.open.push(Open { tag: "generation", end: "endwith %}{% endfilter" });
+                format!("filter {GENERATION} %}}{{% with")
             }
             "break" | "continue" => {
                 let around = self.open.iter().rev().find(|open| !matches!(open.tag, "if" | "with" | "set" | "filter"));
@@ -229,10 +230,9 @@ impl<'a> Translation<'a> {
     }
 }
 
-/// How long the first tag of a raw block at the beginning of a text is, and the whole, if it begins
-/// with one.
+/// The length of a raw block's first tag at the start of a text, and of the whole block.
 fn raw(text: &str) -> Option<Result<(usize, usize), String>> {
-    /// The length of `{% name %}` where the text begins with it.
+    /// The length of `{% name %}` at the start of the text.
     fn lone(text: &str, name: &str, signs: &[char]) -> Option<usize> {
         let inner = text.strip_prefix("{%")?;
         let inner = inner.strip_prefix(['-', '+']).unwrap_or(inner).trim_start().strip_prefix(name)?.trim_start();

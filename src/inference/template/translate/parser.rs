@@ -1,29 +1,29 @@
-//! The expressions of a tag.
+//! Parses and emits the expressions of a tag.
 
 use super::lexer::Token;
 
-/// How deep expressions may nest.
+/// Maximum nesting of expressions.
 const DEPTH: usize = 100;
-/// A string as `minijinja` reads it.
+/// A string literal for `minijinja`.
 fn quoted(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n").replace('\r', "\\r");
     format!("\"{text}\"")
 }
 
-/// Reads expressions as Jinja does, and writes them for `minijinja`.
+/// Parses expressions as Jinja does, and emits them for `minijinja`.
 pub(super) struct Parser {
     tokens: Vec<Token>,
     at: usize,
     in_macro: bool,
     depth: usize,
-    /// What was read by name.
+    /// Variables read so far.
     names: Vec<String>,
 }
 
-pub(super) type Written = Result<String, String>;
+pub(super) type Translated = Result<String, String>;
 
 impl Parser {
-    /// Reads these, within a macro or not.
+    /// A parser for these tokens, inside a macro or not.
     pub(super) fn new(tokens: Vec<Token>, in_macro: bool) -> Self {
         Self { tokens, at: 0, in_macro, depth: 0, names: Vec::new() }
     }
@@ -67,15 +67,15 @@ impl Parser {
         if self.skip(operator) { Ok(()) } else { Err(self.unexpected(operator)) }
     }
 
-    pub(super) fn name(&mut self, wanted: &str) -> Written {
+    pub(super) fn name(&mut self, wanted: &str) -> Translated {
         let Some(Token::Name(name)) = self.peek() else { return Err(self.unexpected(wanted)) };
         let name = name.clone();
         self.at += 1;
         Ok(name)
     }
 
-    /// The name of a variable, which the operations' names are no part of.
-    fn variable(&mut self, wanted: &str) -> Written {
+    /// A variable's name, kept apart from the operations' names.
+    fn variable(&mut self, wanted: &str) -> Translated {
         let name = self.name(wanted)?;
         match name.starts_with("__") {
             true => Err(format!("the name {name}: names with two underscores in front are not supported")),
@@ -88,7 +88,7 @@ impl Parser {
     }
 
     /// One expression, or several with commas, which are a tuple.
-    pub(super) fn tuple(&mut self, with_conditions: bool) -> Written {
+    pub(super) fn tuple(&mut self, with_conditions: bool) -> Translated {
         let mut items = Vec::new();
         let mut is_tuple = false;
         loop {
@@ -113,7 +113,7 @@ impl Parser {
         }
     }
 
-    fn expression(&mut self) -> Written {
+    fn expression(&mut self) -> Translated {
         self.depth += 1;
         if self.depth > DEPTH {
             return Err("an expression nests too deep".into());
@@ -130,15 +130,15 @@ impl Parser {
         Ok(read)
     }
 
-    fn or(&mut self) -> Written {
+    fn or(&mut self) -> Translated {
         self.joined("or", Self::and)
     }
 
-    fn and(&mut self) -> Written {
+    fn and(&mut self) -> Translated {
         self.joined("and", Self::not)
     }
 
-    fn joined(&mut self, word: &str, part: fn(&mut Self) -> Written) -> Written {
+    fn joined(&mut self, word: &str, part: fn(&mut Self) -> Translated) -> Translated {
         let first = part(self)?;
         if !self.is_word(word) {
             return Ok(first);
@@ -150,7 +150,7 @@ impl Parser {
         Ok(format!("({})", parts.join(&format!(" {word} "))))
     }
 
-    fn not(&mut self) -> Written {
+    fn not(&mut self) -> Translated {
         let mut nots = 0;
         while self.skip_word("not") {
             nots += 1;
@@ -162,7 +162,7 @@ impl Parser {
         Ok(read)
     }
 
-    fn compare(&mut self) -> Written {
+    fn compare(&mut self) -> Translated {
         let mut left = self.sum()?;
         let mut parts = Vec::new();
         loop {
@@ -194,11 +194,11 @@ impl Parser {
         })
     }
 
-    fn sum(&mut self) -> Written {
+    fn sum(&mut self) -> Translated {
         let mut left = self.concatenation()?;
         loop {
             if self.is("+") {
-                // Long sums do not nest.
+                // Long sums must not nest.
                 let mut parts = vec![left];
                 while self.skip("+") {
                     parts.push(self.concatenation()?);
@@ -212,7 +212,7 @@ impl Parser {
         }
     }
 
-    fn concatenation(&mut self) -> Written {
+    fn concatenation(&mut self) -> Translated {
         let mut parts = vec![self.product()?];
         while self.skip("~") {
             parts.push(self.product()?);
@@ -220,7 +220,7 @@ impl Parser {
         if parts.len() == 1 { Ok(parts.remove(0)) } else { Ok(format!("__concat({})", parts.join(", "))) }
     }
 
-    fn product(&mut self) -> Written {
+    fn product(&mut self) -> Translated {
         let mut left = self.power()?;
         loop {
             let function = match self.peek() {
@@ -235,7 +235,7 @@ impl Parser {
         }
     }
 
-    fn power(&mut self) -> Written {
+    fn power(&mut self) -> Translated {
         let mut left = self.unary(true)?;
         while self.skip("**") {
             left = format!("__pow({left}, {})", self.unary(true)?);
@@ -243,7 +243,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn unary(&mut self, with_filters: bool) -> Written {
+    fn unary(&mut self, with_filters: bool) -> Translated {
         self.depth += 1;
         if self.depth > DEPTH {
             return Err("an expression nests too deep".into());
@@ -272,7 +272,7 @@ impl Parser {
         Ok(read)
     }
 
-    fn primary(&mut self) -> Written {
+    fn primary(&mut self) -> Translated {
         let token = self.peek().cloned().ok_or_else(|| self.unexpected("an expression"))?;
         self.at += 1;
         Ok(match token {
@@ -335,7 +335,7 @@ impl Parser {
         })
     }
 
-    fn items(&mut self, end: &str) -> Written {
+    fn items(&mut self, end: &str) -> Translated {
         let mut items = Vec::new();
         while !self.skip(end) {
             if !items.is_empty() {
@@ -349,7 +349,7 @@ impl Parser {
         Ok(items.join(", "))
     }
 
-    fn postfix(&mut self, mut read: String) -> Written {
+    fn postfix(&mut self, mut read: String) -> Translated {
         loop {
             if self.skip(".") {
                 read = match self.peek().cloned() {
@@ -375,7 +375,7 @@ impl Parser {
         }
     }
 
-    fn subscript(&mut self, read: &str) -> Written {
+    fn subscript(&mut self, read: &str) -> Translated {
         let mut parts: Vec<Option<String>> = vec![None];
         while !self.skip("]") {
             if self.skip(":") {
@@ -398,11 +398,11 @@ impl Parser {
         }
     }
 
-    /// A call of what was read.
-    fn call(&mut self, read: String) -> Written {
+    /// A call of the expression.
+    fn call(&mut self, read: String) -> Translated {
         let is_name = read.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         match read.as_str() {
-            // What a recursive loop goes on with.
+            // A recursive loop's next level.
             "loop" => {
                 let arguments = self.arguments()?;
                 Ok(format!("loop(__iter({}))", arguments.join(", ")))
@@ -412,7 +412,7 @@ impl Parser {
         }
     }
 
-    fn further_arguments(&mut self) -> Written {
+    fn further_arguments(&mut self) -> Translated {
         Ok(self.arguments()?.iter().map(|argument| format!(", {argument}")).collect())
     }
 
@@ -447,8 +447,8 @@ impl Parser {
         Ok(arguments)
     }
 
-    /// Filters behind what they are applied to.
-    pub(super) fn filters(&mut self) -> Written {
+    /// Filters after an expression.
+    pub(super) fn filters(&mut self) -> Translated {
         let mut read = String::new();
         while self.skip("|") {
             read = format!("{read}|{}", self.filter()?);
@@ -456,7 +456,7 @@ impl Parser {
         Ok(read)
     }
 
-    pub(super) fn filter(&mut self) -> Written {
+    pub(super) fn filter(&mut self) -> Translated {
         let name = self.dotted("the name of a filter")?;
         if name == "safe" {
             return Err("the filter safe is supported at the end of what is printed alone".into());
@@ -468,7 +468,7 @@ impl Parser {
         Ok(format!("{name}({})", arguments.join(", ")))
     }
 
-    fn dotted(&mut self, wanted: &str) -> Written {
+    fn dotted(&mut self, wanted: &str) -> Translated {
         let mut name = self.name(wanted)?;
         while self.skip(".") {
             name = format!("{name}.{}", self.name(wanted)?);
@@ -476,7 +476,7 @@ impl Parser {
         Ok(name)
     }
 
-    fn test(&mut self, read: String) -> Written {
+    fn test(&mut self, read: String) -> Translated {
         let negated = self.skip_word("not");
         let name = self.dotted("the name of a test")?;
         if !crate::inference::template::filters::TESTS.contains(&name.as_str()) {
@@ -497,8 +497,8 @@ impl Parser {
         Ok(if negated { format!("(not {read})") } else { read })
     }
 
-    /// Names that something is assigned to.
-    fn target(&mut self, dotted: bool) -> Written {
+    /// Targets of an assignment.
+    fn target(&mut self, dotted: bool) -> Translated {
         let mut items = Vec::new();
         let mut is_tuple = false;
         loop {
@@ -530,7 +530,7 @@ impl Parser {
         Ok(items.join(", ") + comma)
     }
 
-    pub(super) fn for_tag(&mut self) -> Written {
+    pub(super) fn for_tag(&mut self) -> Translated {
         let target = self.target(false)?;
         if !self.skip_word("in") {
             return Err(self.unexpected("in"));
@@ -545,13 +545,12 @@ impl Parser {
         Ok(read)
     }
 
-    /// What is set, and whether a block follows.
+    /// The parts of `set`, and whether a block follows.
     pub(super) fn set_tag(&mut self) -> Result<(String, bool), String> {
         let target = self.target(true)?;
         if self.skip("=") {
             let value = self.tuple(true)?;
-            // A macro keeps what it reads of the scopes around it; what it assigns to has to be
-            // among that.
+            // A macro captures what it reads of outer scopes, including what it assigns.
             let spaces: String = target
                 .split(|c: char| !(c.is_ascii_alphanumeric() || matches!(c, '_' | '.')))
                 .filter_map(|name| Some(format!("{}, ", name.split_once('.')?.0)))
@@ -563,7 +562,7 @@ impl Parser {
         Ok((format!("set {target}{filters}"), true))
     }
 
-    fn parameters(&mut self) -> Written {
+    fn parameters(&mut self) -> Translated {
         self.expect("(")?;
         let mut parameters = Vec::new();
         while !self.skip(")") {
@@ -582,12 +581,12 @@ impl Parser {
         Ok(parameters.join(", "))
     }
 
-    pub(super) fn macro_tag(&mut self) -> Written {
+    pub(super) fn macro_tag(&mut self) -> Translated {
         let name = self.variable("the name of a macro")?;
         Ok(format!("macro {name}({})", self.parameters()?))
     }
 
-    pub(super) fn call_tag(&mut self) -> Written {
+    pub(super) fn call_tag(&mut self) -> Translated {
         let parameters = if self.is("(") { format!("({})", self.parameters()?) } else { String::new() };
         let called = self.expression()?;
         match called.split_once('(') {
@@ -598,7 +597,7 @@ impl Parser {
         }
     }
 
-    pub(super) fn with_tag(&mut self) -> Written {
+    pub(super) fn with_tag(&mut self) -> Translated {
         let mut assigned: Vec<String> = Vec::new();
         let mut names: Vec<String> = Vec::new();
         while self.peek().is_some() {
@@ -619,7 +618,7 @@ impl Parser {
     }
 }
 
-/// Keeps `minijinja` from computing with a constant ahead of time, in a way of its own.
+/// Prevents constant folding by `minijinja`, whose semantics differ.
 fn lasting(written: String) -> String {
     let constant = written.starts_with(|c: char| c == '"' || c.is_ascii_digit());
     match written.as_str() {

@@ -1,7 +1,7 @@
 //! The dashboard of a run in the terminal.
 //!
-//! The thread that trains only notes what happened. Another draws four times a second, if there is something new, and what has
-//! changed on the screen is all that is sent to the terminal.
+//! The training thread only records events. Another thread redraws up to four times a second, and
+//! only changed cells are sent to the terminal.
 
 mod renderer;
 mod screen;
@@ -27,28 +27,29 @@ use crate::failure::Failure;
 use crate::runs::record::RunRecord;
 use crate::training::events::{Event, Sink};
 
-/// Time between two looks at what is new.
+/// Interval between checks for news.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Time after which the clock is drawn again, though nothing else is new.
+/// Interval of clock updates without other news.
 const TICK: Duration = Duration::from_secs(1);
-/// Exit code of a run that is ended at once, as shells have it for Ctrl-C.
+/// Exit code of a run ended at once, as shells have it for Ctrl-C.
 const INTERRUPTED: i32 = 130;
 
-/// Whether the terminal is the dashboard's.
+/// Whether the dashboard owns the terminal.
 static IN_TERMINAL: AtomicBool = AtomicBool::new(false);
 
-/// Gives the terminal back as it was, if the dashboard has it; returns whether it had. For whoever ends the program on the spot.
+/// Restores the terminal if the dashboard owns it. Returns whether it did. For code that ends the
+/// program immediately.
 pub fn leave_terminal() -> bool {
     let had = IN_TERMINAL.swap(false, Ordering::Relaxed);
     if had {
-        // A terminal that is gone needs nothing.
+        // The terminal may be closed.
         let _ = execute!(io::stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
     had
 }
 
-/// Whether the dashboard has the terminal, so that what is written there would be lost in it.
+/// Whether the dashboard owns the terminal, so that other output would be lost.
 pub fn has_terminal() -> bool {
     IN_TERMINAL.load(Ordering::Relaxed)
 }
@@ -59,10 +60,11 @@ fn enter_terminal() -> io::Result<()> {
     execute!(io::stdout(), EnterAlternateScreen, Hide)
 }
 
-/// A run in the terminal: figures, losses, time left, what the model writes.
+/// The dashboard of a run: figures, losses, remaining time, samples.
 ///
-/// It is told of a run's events, or, as a renderer of burn-train, of a `Learner`'s metrics. `q` and Ctrl-C ask the run to stop and save, a
-/// second one ends the program. Dropped, it gives the terminal back.
+/// It receives a run's events, or, as a renderer of burn-train, a `Learner`'s metrics. `q` and
+/// Ctrl-C ask the run to stop and save; a second one ends the program. Dropping it restores the
+/// terminal.
 pub struct Dashboard {
     state: Arc<Mutex<State>>,
     closed: Arc<AtomicBool>,
@@ -71,12 +73,12 @@ pub struct Dashboard {
 }
 
 impl Dashboard {
-    /// Takes the terminal for a run that begins behind `step`.
+    /// Opens the dashboard of a run that starts after `step`.
     pub fn open(record: &RunRecord, step: u64, interrupter: Interrupter) -> Self {
         Self::new(About::of(record), step, interrupter)
     }
 
-    /// Takes the terminal for a `Learner` of burn-train that goes by the name `title`.
+    /// Opens the dashboard of a burn-train `Learner` named `title`.
     pub fn for_learner(title: &str, interrupter: Interrupter) -> Self {
         Self::new(About::titled(title), 0, interrupter)
     }
@@ -87,7 +89,7 @@ impl Dashboard {
         let thread = {
             let (state, closed) = (Arc::clone(&state), Arc::clone(&closed));
             let work = move || {
-                // Without a terminal there is nothing to draw on; the run goes on.
+                // Without a terminal the run continues undisplayed.
                 let _ = show(&state, &closed, &interrupter);
                 leave_terminal();
             };
@@ -102,7 +104,7 @@ impl Dashboard {
 }
 
 fn locked(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    // Notes are whole at every moment.
+    // The state is consistent at all times.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -122,7 +124,7 @@ impl Drop for Dashboard {
     }
 }
 
-/// Draws until it is closed, or the terminal is gone.
+/// Redraws until it is closed or the terminal is gone.
 fn show(state: &Mutex<State>, closed: &AtomicBool, interrupter: &Interrupter) -> io::Result<()> {
     enter_terminal()?;
     let mut terminal = Terminal::new(CrosstermBackend::new(io::stdout()))?;
@@ -168,10 +170,10 @@ fn show(state: &Mutex<State>, closed: &AtomicBool, interrupter: &Interrupter) ->
     Ok(())
 }
 
-/// What comes from the terminal within a time.
+/// Terminal input within a time limit.
 ///
 /// # Errors
-/// If it is gone: crossterm itself would read from one that is gone without end.
+/// If the terminal is gone: crossterm itself would loop forever.
 #[cfg(unix)]
 fn next_input(within: Duration) -> io::Result<Option<Input>> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -182,7 +184,7 @@ fn next_input(within: Duration) -> io::Result<Option<Input>> {
         Ok(_) if keys[0].revents().intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) => {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        // A new size comes as a signal.
+        // A resize arrives as a signal.
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(error) => return Err(error.into()),
     }
@@ -194,7 +196,7 @@ fn next_input(within: Duration) -> io::Result<Option<Input>> {
     if event::poll(within)? { event::read().map(Some) } else { Ok(None) }
 }
 
-/// Does what a key asks for.
+/// Handles a key.
 fn press(key: KeyEvent, state: &Mutex<State>, interrupter: &Interrupter) {
     let control = key.modifiers.contains(KeyModifiers::CONTROL);
     match key.code {
@@ -206,7 +208,7 @@ fn press(key: KeyEvent, state: &Mutex<State>, interrupter: &Interrupter) {
     }
 }
 
-/// The first time asks the run to stop and save, the second time ends the program.
+/// The first call asks the run to stop and save, the second ends the program.
 fn stop(state: &Mutex<State>, interrupter: &Interrupter) {
     if interrupter.should_stop() {
         leave_terminal();

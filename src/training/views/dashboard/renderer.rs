@@ -1,4 +1,4 @@
-//! The dashboard for burn-train's own `Learner`: its metrics as events.
+//! The dashboard of a burn-train `Learner`: its metrics as events.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use burn::train::renderer::{
 use super::Dashboard;
 use crate::training::events::{Event, Sink};
 
-/// The metrics of a `Learner`, by name.
+/// A `Learner`'s metrics, by name.
 #[derive(Default)]
 pub(super) struct Metrics {
     names: HashMap<MetricId, String>,
@@ -30,12 +30,12 @@ impl Metrics {
 }
 
 impl Dashboard {
-    /// The first metric of these names that has a value.
+    /// The first of these metrics that has a value.
     fn metric(&self, names: &[&str]) -> Option<f64> {
         names.iter().find_map(|name| self.metrics.train.get(*name).copied())
     }
 
-    /// Tells an event; it cannot fail here.
+    /// Records an event; it cannot fail here.
     fn show(&mut self, event: &Event) {
         let _ = self.tell(event);
     }
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn a_learners_metrics_become_curves() {
         let state = Arc::new(Mutex::new(State::new(About::titled("mnist"), 0)));
-        // Without a thread, and so without a terminal.
+        // Without a thread and a terminal.
         let closed = Arc::new(AtomicBool::new(true));
         let mut dashboard = Dashboard { state, closed, thread: None, metrics: Metrics::default() };
         let id = |name: &str| MetricId::new(Arc::new(name.to_string()));

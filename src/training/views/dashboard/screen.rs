@@ -1,12 +1,12 @@
-//! The dashboard's picture: from what is known of a run to the cells of a terminal of any size.
+//! The dashboard's layout: from the state of a run to the cells of a terminal of any size.
 //!
 //! ```text
-//! title  what                                      step 300 of 2,500
+//! title  about                                     step 300 of 2,500
 //! ██████████░░░░░░░░░░░░░░░░  12%   elapsed 10s   left 1m 12s
 //! ┌ loss ──────────────────────────────┐┌ now ─────────────────────┐
 //! │ both curves over one axis of steps ││ figures                  │
 //! └────────────────────────────────────┘└──────────────────────────┘
-//! ┌ it writes at step 250 ─────────────────────────────────────────┐
+//! ┌ sample at step 250 ────────────────────────────────────────────┐
 //! └────────────────────────────────────────────────────────────────┘
 //! warnings, keys
 //! ```
@@ -24,12 +24,12 @@ use crate::progress::duration;
 const TRAIN: Color = Color::Yellow;
 const VALID: Color = Color::Cyan;
 const DIM: Style = Style::new().fg(Color::DarkGray);
-/// Columns of the figures.
+/// Width of the figures, in columns.
 const FIGURES: u16 = 38;
-/// A terminal with fewer columns or rows gets a few lines only.
+/// Smaller terminals get a few lines only.
 const SMALLEST: (u16, u16) = (56, 16);
 
-/// Draws all of it.
+/// Draws everything.
 pub(super) fn draw(frame: &mut Frame<'_>, state: &State) {
     let area = frame.area();
     if area.width < SMALLEST.0 || area.height < SMALLEST.1 {
@@ -37,7 +37,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &State) {
         frame.render_widget(Paragraph::new(lines), area);
         return;
     }
-    // As many rows as the text is likely to need, but the curves have at least half.
+    // As many rows as the text probably needs, at most half of the height.
     let text = (area.height / 3).clamp(4, 12);
     let notes = state.warnings.len() as u16 + 1;
     let rows = [Constraint::Length(2), Constraint::Min(8), Constraint::Length(text), Constraint::Length(notes)];
@@ -78,7 +78,7 @@ fn step_of(state: &State) -> String {
 fn times(state: &State) -> String {
     let elapsed = duration(state.elapsed().as_secs_f64());
     match state.left() {
-        Some(left) => format!("{elapsed} gone, {} left", duration(left)),
+        Some(left) => format!("{elapsed} elapsed, {} left", duration(left)),
         None => format!("{elapsed} gone"),
     }
 }
@@ -87,7 +87,7 @@ fn progress_line(state: &State) -> Line<'static> {
     Line::from(format!("{}  {}  {}", state.about.title, step_of(state), times(state)))
 }
 
-/// Both losses over one axis of steps.
+/// Both losses over the steps.
 fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let scaled = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
         let finite = points.iter().filter(|(_, y)| y.is_finite() && (!state.log || *y > 0.0));
@@ -106,7 +106,7 @@ fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
         Some((values().reduce(f64::min)?, values().reduce(f64::max)?))
     };
     let (Some((left, right)), Some((low, high))) = (range(|point| point.0), range(|point| point.1)) else {
-        let text = Paragraph::new("the first step takes the longest: kernels are compiled").style(DIM);
+        let text = Paragraph::new("the first step compiles kernels and takes longest").style(DIM);
         frame.render_widget(text.block(block), area);
         return;
     };
@@ -126,7 +126,7 @@ fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
     frame.render_widget(chart, area);
 }
 
-/// The figures, a line each.
+/// The figures, one line each.
 fn figures(state: &State) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     let mut add = |name: &str, value: Option<String>| {
@@ -154,20 +154,20 @@ fn figures(state: &State) -> Vec<Line<'static>> {
     lines
 }
 
-/// What the model writes, or which intents it takes for others.
+/// The sample, or the intent confusions.
 fn draw_writing(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let (title, text) = match (&state.sample, state.confusions.as_slice()) {
-        (Some((step, text)), _) => (format!(" it writes at step {} ", grouped(*step)), text.trim().to_string()),
-        (None, []) => (" it writes ".to_string(), "after the first validation".to_string()),
+        (Some((step, text)), _) => (format!(" sample at step {} ", grouped(*step)), text.trim().to_string()),
+        (None, []) => (" sample ".to_string(), "after the first validation".to_string()),
         (None, confusions) => {
             let line = |(expected, predicted, count): &(String, String, usize)| {
                 format!("{count:>4} x {expected} predicted as {predicted}")
             };
             let lines: Vec<String> = confusions.iter().map(line).collect();
-            (" intents most often taken for others ".to_string(), lines.join("\n"))
+            (" most frequent intent confusions ".to_string(), lines.join("\n"))
         }
     };
-    // What a terminal would take for a command is no text.
+    // Removes control characters.
     let clean: String = text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).collect();
     let style = if state.sample.is_none() && state.confusions.is_empty() { DIM } else { Style::new() };
     let paragraph = Paragraph::new(clean).style(style).wrap(Wrap { trim: false });
@@ -178,15 +178,16 @@ fn draw_foot(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let warning = |text: &String| Line::styled(text.clone(), Style::new().fg(Color::Red));
     let mut lines: Vec<Line<'_>> = state.warnings.iter().map(warning).collect();
     lines.push(match state.stopping {
-        true => {
-            Line::styled("stopping after this step, and saving; once more to stop without", Style::new().fg(Color::Red))
-        }
+        true => Line::styled(
+            "stopping and saving after this step; press again to stop without saving",
+            Style::new().fg(Color::Red),
+        ),
         false => Line::styled("q stop and save   l log scale", DIM),
     });
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// A number with its thousands apart.
+/// A number with thousands separators.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut grouped = String::new();
@@ -199,7 +200,7 @@ fn grouped(number: u64) -> String {
     grouped
 }
 
-/// Bytes for people.
+/// A size in bytes, in a suitable unit.
 fn bytes(count: u64) -> String {
     match count {
         0..1_000_000_000 => format!("{:.0} MB", count as f64 / 1e6),
@@ -260,7 +261,7 @@ mod tests {
                 "1.00e-3",
                 "0.500",
                 "512 MB",
-                "it writes at step 1,000",
+                "sample at step 1,000",
                 "Once there was",
                 "a potter.",
                 "step 1100: the gradient norm is 30",
@@ -298,6 +299,6 @@ mod tests {
     fn stopping_is_said() {
         let mut state = state();
         state.stop();
-        assert!(screen(&state, 80, 24).contains("stopping after this step"));
+        assert!(screen(&state, 80, 24).contains("stopping and saving after this step"));
     }
 }

@@ -1,4 +1,4 @@
-//! What the dashboard knows of a run.
+//! The dashboard's state of a run.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,19 +8,19 @@ use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 use crate::training::events::{Event, MemoryUse};
 
-/// Points of a curve that are kept; beyond, two become one.
+/// Maximum points of a curve; beyond it, pairs are averaged.
 const POINTS: usize = 2048;
-/// Warnings that are kept.
+/// Maximum number of warnings.
 const WARNINGS: usize = 3;
 
-/// What does not change in a run.
+/// Constants of a run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct About {
     pub(super) title: String,
     pub(super) what: String,
-    /// Steps in all; 0 where nobody knows.
+    /// Total steps; 0 if unknown.
     pub(super) steps: u64,
-    /// FLOPs of a token, and FLOP/s of the device where they are known.
+    /// FLOP per token, and peak FLOP/s of the device, if known.
     pub(super) flops: Option<(f64, f64)>,
 }
 
@@ -29,7 +29,7 @@ impl About {
         let training = &record.recipe.training;
         let device = if record.device.is_empty() { String::new() } else { format!(" on {}", record.device) };
         let what = format!(
-            "{:.1}M parameters, {} x {} tokens a step, {}{device}",
+            "{:.1}M parameters, {} x {} tokens per step, {}{device}",
             record.parameters as f64 / 1e6,
             training.batch_size * training.accumulation,
             training.seq_length,
@@ -44,11 +44,11 @@ impl About {
     }
 }
 
-/// Points from left to right, no more than [`POINTS`].
+/// Points in order of x, at most [`POINTS`].
 #[derive(Clone, Debug)]
 pub(super) struct Curve {
     points: Vec<(f64, f64)>,
-    /// Points that one is the mean of, and how many the last one has.
+    /// Points averaged per stored point, and those in the last one.
     each: usize,
     last: usize,
 }
@@ -82,7 +82,7 @@ impl Curve {
     }
 }
 
-/// What the dashboard shows.
+/// The displayed state.
 #[derive(Clone, Debug)]
 pub(super) struct State {
     pub(super) about: About,
@@ -91,7 +91,7 @@ pub(super) struct State {
     pub(super) step: u64,
     pub(super) loss: Option<f64>,
     pub(super) valid_loss: Option<f64>,
-    /// Of which step, by what the run judges its models by.
+    /// The step and value of the best validation.
     pub(super) best: Option<(u64, Validation)>,
     pub(super) scores: Option<Scores>,
     pub(super) learning_rate: Option<f64>,
@@ -105,7 +105,7 @@ pub(super) struct State {
     pub(super) log: bool,
     pub(super) stopping: bool,
     begun: Instant,
-    /// When the first step was seen, and which that was.
+    /// Time and number of the first step seen.
     first: Option<(Instant, u64)>,
     news: bool,
     keys: bool,
@@ -140,7 +140,7 @@ impl State {
         }
     }
 
-    /// Notes an event.
+    /// Applies an event.
     pub(super) fn note(&mut self, event: &Event) {
         self.news = true;
         match event {
@@ -149,7 +149,7 @@ impl State {
                 self.step = *step;
                 self.train.push(*step as f64, *loss);
                 self.loss = Some(match self.loss {
-                    // A step's loss is noise around what the model can do.
+                    // A single step's loss is noisy.
                     Some(before) => before + (loss - before) * 0.1,
                     None => *loss,
                 });
@@ -183,7 +183,7 @@ impl State {
         self.begun.elapsed()
     }
 
-    /// Seconds to the last step, where that can be told.
+    /// Seconds to the last step, if known.
     pub(super) fn left(&self) -> Option<f64> {
         let (begun, first) = self.first?;
         let done = self.step.checked_sub(first).filter(|done| *done > 0)?;
@@ -191,7 +191,7 @@ impl State {
         (self.about.steps > 0).then(|| each * self.about.steps.saturating_sub(self.step) as f64)
     }
 
-    /// The share of the device's FLOP/s that is used, where that is known.
+    /// Model FLOPs utilization, if known.
     pub(super) fn utilization(&self) -> Option<f64> {
         let (flops, peak) = self.about.flops?;
         Some(self.tokens_per_second? * flops / peak)
@@ -208,7 +208,7 @@ impl State {
         self.renew();
     }
 
-    /// Draws all of it again.
+    /// Requests a full redraw.
     pub(super) fn wipe(&mut self) {
         self.wiped = true;
         self.renew();
@@ -218,7 +218,7 @@ impl State {
         (self.news, self.keys) = (true, true);
     }
 
-    /// Whether there is news since the last time.
+    /// Whether there is news since the last call.
     pub(super) fn take_news(&mut self) -> bool {
         self.keys = false;
         std::mem::take(&mut self.news)
@@ -228,7 +228,7 @@ impl State {
         std::mem::take(&mut self.wiped)
     }
 
-    /// Whether somebody waits for an answer to a key.
+    /// Whether a key waits for a reaction.
     pub(super) fn has_news_of_keys(&self) -> bool {
         self.keys
     }

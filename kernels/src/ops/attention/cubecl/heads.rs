@@ -1,4 +1,4 @@
-//! Where the heads of an attention lie, how many there are, and the mask between them.
+//! Layout and number of heads in an attention, and its mask.
 
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
@@ -55,13 +55,13 @@ impl Dims {
     }
 }
 
-/// Heads `[batch_size, heads, rows, head_dim]` somewhere in a tensor, the elements of a row one after another.
+/// Heads `[batch_size, heads, rows, head_dim]` in a tensor, with contiguous rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Heads<R: CubeRuntime> {
     pub(crate) tensor: CubeTensor<R>,
     /// Index of the first element.
     pub(crate) offset: usize,
-    /// Distances between batches, heads and rows.
+    /// Strides of batches, heads and rows.
     pub(crate) strides: [usize; 3],
 }
 
@@ -73,21 +73,21 @@ impl<R: CubeRuntime> Heads<R> {
         Self { tensor: x, offset: 0, strides }
     }
 
-    /// The heads from `first` on of a tensor `[batch_size, rows, width]` that has all of a row's heads side by side.
+    /// The heads from `first` on of a tensor `[batch_size, rows, width]` with concatenated heads.
     pub(crate) fn packed(x: &CubeTensor<R>, first: usize, head_dim: usize) -> Self {
         let x = with_unit_stride(x.clone());
         let strides = [stride(&x, 0), head_dim, stride(&x, 1)];
         Self { tensor: x, offset: first * head_dim, strides }
     }
 
-    /// Heads for the gradient of these, which must be all of a tensor: a new tensor
-    /// `[batch_size, rows, heads, head_dim]`.
+    /// New heads for the gradient of these, which must be a whole tensor: `[batch_size, rows,
+    /// heads, head_dim]`.
     pub(crate) fn empty_like(&self) -> Self {
         let [batch_size, heads, rows, head_dim] = [0, 1, 2, 3].map(|axis| self.tensor.meta.shape()[axis]);
         Self::from_rows(empty(&self.tensor, [batch_size, rows, heads, head_dim], self.tensor.dtype))
     }
 
-    /// All of a tensor `[batch_size, rows, heads, head_dim]`.
+    /// A whole tensor `[batch_size, rows, heads, head_dim]`.
     pub(crate) fn from_rows(x: CubeTensor<R>) -> Self {
         let x = with_unit_stride(x);
         let strides = [0, 2, 1].map(|axis| stride(&x, axis));
@@ -99,7 +99,7 @@ impl<R: CubeRuntime> Heads<R> {
         [self.offset, batch, head, row]
     }
 
-    /// Where the heads lie, counted in vectors of `width`.
+    /// Offsets and strides of the heads, in vectors of `width`.
     pub(super) fn place(&self, width: usize) -> PlaceLaunch<R> {
         let [first, batch, head, row] = self.lengths().map(|length| (length / width) as u32);
         PlaceLaunch::new(first, batch, head, row)
@@ -111,7 +111,7 @@ fn with_unit_stride<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     if x.meta.shape()[last] == 1 || x.meta.strides()[last] == 1 { x } else { contiguous(x) }
 }
 
-/// The stride of an axis; that of an axis of one, which may be anything, is zero.
+/// The stride of an axis; zero for an axis of size one, whose stride is arbitrary.
 fn stride<R: CubeRuntime>(x: &CubeTensor<R>, axis: usize) -> usize {
     if x.meta.shape()[axis] == 1 { 0 } else { x.meta.strides()[axis] }
 }
@@ -146,7 +146,7 @@ impl<R: CubeRuntime> CubeMask<R> {
         }
     }
 
-    /// The mask's integers, or a tensor that stands in for them and is never read.
+    /// The mask's integers, or a stand-in tensor that is never read.
     pub(super) fn ints(&self, other: &CubeTensor<R>) -> CubeTensor<R> {
         match self {
             Self::Positions { positions: ints, .. } | Self::Lengths(ints) | Self::Documents { starts: ints, .. } => {

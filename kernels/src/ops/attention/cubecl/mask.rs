@@ -1,10 +1,10 @@
-//! Which keys a query sees, inside the kernels, and which tiles have any that is seen.
+//! Visible keys of a query in kernels, and tiles with any visible key.
 
 use cubecl::prelude::*;
 
 use crate::cubecl::clamp_index;
 
-/// The window of a mask without one: longer than any sequence, and far from overflow.
+/// The window of a mask without one: longer than any sequence, far from overflow.
 pub(super) const NO_WINDOW: i32 = 1 << 30;
 
 /// [`AttentionMask`](crate::AttentionMask) without its tensors.
@@ -17,7 +17,7 @@ pub(super) enum MaskKind {
     Documents,
 }
 
-/// The numbers of an attention that may differ from launch to launch.
+/// The values of an attention that may change per launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Sizes {
     pub(super) batch_size: u32,
@@ -27,13 +27,14 @@ pub(super) struct Sizes {
     pub(super) keys: u32,
     pub(super) window: i32,
     pub(super) scale: f32,
-    /// Random bits below this are dropped.
+    /// Random bits below this mean dropped.
     pub(super) threshold: u32,
-    /// The factor on probabilities that are kept.
+    /// Factor on kept probabilities.
     pub(super) kept: f32,
 }
 
-/// The last key that a query may see; the window before it ends there. `ints` are the mask's positions, lengths or starts of documents.
+/// The last visible key of a query, which ends its window. `ints` are the mask's positions, lengths
+/// or document starts.
 #[cube]
 pub(super) fn last_key<I: Int>(
     ints: &Array<I>,
@@ -52,7 +53,7 @@ pub(super) fn last_key<I: Int>(
     }
 }
 
-/// The first key that a query may see; below zero where its window begins before all keys.
+/// The first visible key of a query; negative if its window starts before all keys.
 #[cube]
 pub(super) fn first_seen<I: Int>(
     ints: &Array<I>,
@@ -71,7 +72,7 @@ pub(super) fn first_seen<I: Int>(
     }
 }
 
-/// Keys that a padded row has: one at the least, and no more than there are.
+/// Keys of a padded row: at least one, and at most all.
 #[cube]
 fn length<I: Int>(ints: &Array<I>, batch: u32, sizes: &Sizes) -> i32 {
     let length = ints[batch as usize];
@@ -79,15 +80,15 @@ fn length<I: Int>(ints: &Array<I>, batch: u32, sizes: &Sizes) -> i32 {
     select(length < I::from_int(1), 1i32, some)
 }
 
-/// Whether a query that may see the keys from `first` to `last` sees `key`.
+/// Whether a query with visible keys `first` to `last` sees `key`.
 #[cube]
 pub(super) fn sees(key: u32, first: i32, last: i32) -> bool {
     let key = i32::cast_from(key);
     key <= last && key >= first
 }
 
-/// Whether each of the queries `first_query .. first_query + queries` sees each of the keys
-/// `first_key .. first_key + keys`, and all of them are there. Where this would take long to say, the answer is no.
+/// Whether every query of `first_query .. first_query + queries` sees every key of `first_key ..
+/// first_key + keys`, all of which exist. Returns false if this would be expensive to compute.
 #[cube]
 pub(super) fn all_seen<I: Int>(
     ints: &Array<I>,
@@ -109,8 +110,8 @@ pub(super) fn all_seen<I: Int>(
     }
 }
 
-/// The keys, from the first up to before the second, that any of the queries `first .. first + count` needs. A query
-/// that sees none needs them all, since its probabilities are then alike.
+/// The range of keys that any of the queries `first .. first + count` needs. A query without
+/// visible keys needs all keys, since its probabilities are then uniform.
 #[cube]
 pub(super) fn keys_of<I: Int>(
     ints: &Array<I>,
@@ -137,7 +138,8 @@ pub(super) fn keys_of<I: Int>(
             end = max(end, row_end);
         }
     } else {
-        // The last key grows with the query: where both ends of the tile see a key, so does all between.
+        // The last key grows with the query: if both ends of the tile see a key, so do all queries
+        // in between.
         let low = last_key::<I>(ints, batch, first, sizes, mask);
         let high = last_key::<I>(ints, batch, after - 1, sizes, mask);
         let (tile_start, tile_end) = needed(low, high, sizes);
@@ -147,7 +149,7 @@ pub(super) fn keys_of<I: Int>(
     (u32::cast_from(start), u32::cast_from(end))
 }
 
-/// The keys that queries need whose last keys lie in `low ..= high`.
+/// The keys needed by queries whose last keys are in `low ..= high`.
 #[cube]
 fn needed(low: i32, high: i32, sizes: &Sizes) -> (i32, i32) {
     let keys = i32::cast_from(sizes.keys);
@@ -156,7 +158,7 @@ fn needed(low: i32, high: i32, sizes: &Sizes) -> (i32, i32) {
     (select(blind, 0i32, start), select(blind, keys, min(high + 1, keys)))
 }
 
-/// The queries, from the first up to before the second, that need any of the keys `first .. first + count`.
+/// The range of queries that need any of the keys `first .. first + count`.
 #[cube]
 pub(super) fn queries_of<I: Int>(
     ints: &Array<I>,
@@ -179,7 +181,7 @@ pub(super) fn queries_of<I: Int>(
             let high = select(blind, queries, min(after - 1 + sizes.window - ahead, queries));
             (u32::cast_from(low), u32::cast_from(max(low, high)))
         }
-        // A query sees its own key and others before it.
+        // A query sees its own key and earlier ones.
         MaskKind::Documents => (first, sizes.queries),
         MaskKind::Lengths => {
             let length = length::<I>(ints, batch, sizes);

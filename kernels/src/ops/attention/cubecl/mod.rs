@@ -1,8 +1,9 @@
-//! Fused attention in CubeCL (Dao et al., 2022; Dao, 2023): tiles of scores that never leave the chip.
+//! Fused attention in CubeCL (Dao et al., 2022; Dao, 2023): tiles of scores stay on chip.
 //!
-//! The forward pass keeps a running maximum and sum of each row, and saves the row's log-sum-exp. The backward pass
-//! computes the probabilities again from it, once for the gradients of keys and values, a cube for each tile of keys,
-//! and once for those of queries, a cube for each tile of queries: no two cubes write to one place.
+//! The forward pass keeps a running maximum and sum per row, and saves the row's log-sum-exp. The
+//! backward pass recomputes the probabilities from it, once with a cube per tile of keys for the
+//! gradients of keys and values, and once with a cube per tile of queries: no two cubes write to
+//! one location.
 
 pub(super) mod heads;
 mod mask;
@@ -93,8 +94,8 @@ fn packed<R: CubeRuntime>(qkv: &CubeTensor<R>, heads: PackedHeads) -> [Heads<R>;
     [0, heads.n_heads, heads.n_heads + heads.n_kv_heads].map(|first| Heads::packed(qkv, first, heads.head_dim))
 }
 
-/// Attention of query, key and value: output `[batch_size, seq_length, n_heads, head_dim]` in the query's dtype, and the log-sum-exp
-/// `[batch_size, n_heads, seq_length, 1]` in f32.
+/// Attention of query, key and value: output `[batch_size, seq_length, n_heads, head_dim]` in the
+/// query's dtype, and log-sum-exp `[batch_size, n_heads, seq_length, 1]` in f32.
 pub(crate) fn attention_forward<R: CubeRuntime>(
     inputs: [&Heads<R>; 3],
     dims: Dims,
@@ -120,8 +121,8 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     (output.tensor, log_sum_exp)
 }
 
-/// Writes the gradients of query, key and value where they belong, which may be places in one tensor. `grad` is
-/// `[batch_size, seq_length, n_heads, head_dim]`, output and log-sum-exp are what the forward pass gave.
+/// Writes the gradients of query, key and value, possibly into one tensor. `grad` is `[batch_size,
+/// seq_length, n_heads, head_dim]`; output and log-sum-exp are from the forward pass.
 pub(crate) fn attention_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     [query, key, value]: [&Heads<R>; 3],
@@ -150,7 +151,7 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     }
 }
 
-/// The widest vectors, of `most` at the most, in which all heads can be read and written.
+/// The widest vectors, up to `most`, that suit all heads.
 fn width<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize, most: usize) -> usize {
     let tensors: Vec<_> = heads.iter().map(|heads| &heads.tensor).collect();
     let lengths: Vec<_> = heads.iter().flat_map(|heads| heads.lengths()).chain([most, head_dim]).collect();
@@ -198,7 +199,7 @@ mod tests {
         let random = |shape| Tensor::<Wgpu, 3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
         let packed = random([batch_size, seq_length, width]);
         let grad = random([batch_size, seq_length, n_heads * head_dim]);
-        // A gradient of any strides.
+        // A gradient with any strides.
         let grad = grad.swap_dims(1, 2).mul_scalar(1.0).swap_dims(1, 2);
         let grad = grad.reshape([batch_size, seq_length, n_heads, head_dim]);
         let dropout = Some(Dropout { probability: 0.2, key: RandomKey::new(3) });

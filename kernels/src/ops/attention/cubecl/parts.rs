@@ -1,14 +1,14 @@
-//! What all kernels of attention share: where heads lie, which tile is a cube's, and what is dropped.
+//! Shared parts of attention kernels: layout of heads, the cube's tile, dropout.
 
 use cubecl::prelude::*;
 
 use super::mask::Sizes;
 use crate::random::cubecl::{Rounds, column_halves};
 
-/// The score of a key past the last one, and the maximum of no scores: below every score.
+/// The score of a key past the end, and the maximum of no scores: below every score.
 pub(super) const OUTSIDE: f32 = -3e38;
 
-/// Where heads lie in an array, counted in its vectors.
+/// Layout of heads in an array, in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Place {
     pub(super) first: u32,
@@ -32,7 +32,8 @@ impl Place {
     }
 }
 
-/// Number of the cube's tile among those of `rows`, its head and its batch: heads of one tile are neighbours.
+/// The cube's tile index among those of `rows`, its head and its batch: heads of one tile are
+/// neighbours.
 #[cube]
 pub(super) fn cube_place(rows: u32, heads: u32, sizes: &Sizes, #[comptime] tile: u32) -> (u32, u32, u32) {
     let at = CUBE_POS as u32;
@@ -44,7 +45,7 @@ pub(super) fn cube_place(rows: u32, heads: u32, sizes: &Sizes, #[comptime] tile:
     (number, line % heads, batch)
 }
 
-/// The factor on a probability: zero if it is dropped. `bits` are those of its row.
+/// The dropout factor of a probability; `bits` are those of its row.
 #[cube]
 pub(super) fn kept(bits: u32, key: u32, sizes: &Sizes, rounds: &Rounds) -> f32 {
     let pair = kept_pair(bits, key / 2, sizes, rounds);
@@ -52,7 +53,7 @@ pub(super) fn kept(bits: u32, key: u32, sizes: &Sizes, rounds: &Rounds) -> f32 {
     select(half == 0, pair[0usize], pair[1usize])
 }
 
-/// The factors on the probabilities of keys `2 * pair` and `2 * pair + 1`, which share random bits.
+/// The dropout factors of keys `2 * pair` and `2 * pair + 1`, which share random bits.
 #[cube]
 pub(super) fn kept_pair(bits: u32, pair: u32, sizes: &Sizes, rounds: &Rounds) -> Vector<f32, Const<2>> {
     let halves = column_halves(bits, pair, rounds);

@@ -1,4 +1,4 @@
-//! What attention over documents has to know of each row, computed on the device from where its documents begin.
+//! Per-tile data of attention over documents, computed on the device from the document starts.
 
 use std::sync::Mutex;
 
@@ -10,10 +10,10 @@ use super::{AttentionHopper, MOST_WINDOW, Mask, Pass, ROWS};
 use crate::cubecl::empty;
 use crate::cuda::{self, Arguments, CudaKernel, Tried};
 
-/// Integers of a tile: one of each token, and four.
+/// Integers per tile: one per token, and four.
 const TILE: usize = ROWS + 4;
 
-/// The kernel that computes it.
+/// Its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Documents;
 
@@ -42,14 +42,15 @@ impl CudaKernel for Documents {
 }
 
 impl Documents {
-    /// Whether the kernel runs on the device of `starts`: it is tried on a row of one tile.
+    /// Whether the kernel runs on the device of `starts`; tried on a row of one tile.
     pub(super) fn works<R: CubeRuntime>(starts: &CubeTensor<R>) -> bool {
         cuda::works(starts, &Self, super::INSTEAD, || {
             Self::rows(&empty(starts, [1, ROWS], DType::I32), None);
         })
     }
 
-    /// Of starts `[batch_size, seq_length]`, contiguous and of 32 bits: what is known of each tile of 64 tokens, `[batch_size, tiles, TILE]`.
+    /// From contiguous 32-bit starts `[batch_size, seq_length]`: the data of each tile of 64
+    /// tokens, `[batch_size, tiles, TILE]`.
     pub(super) fn rows<R: CubeRuntime>(starts: &CubeTensor<R>, window: Option<usize>) -> CubeTensor<R> {
         let [batch_size, seq_length] = starts.meta.shape().dims();
         let fits = starts.dtype == DType::I32 && starts.is_contiguous();
@@ -57,7 +58,8 @@ impl Documents {
         let rows = empty(starts, [batch_size, seq_length.div_ceil(ROWS), TILE], DType::I32);
         let window = window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW);
         let arguments = Arguments::default().pointer(starts).pointer(&rows).word(seq_length).word(window);
-        // SAFETY: a block reads the starts of a row and writes what is known of it, which is there for each row, whatever the starts are.
+        // SAFETY: a block reads the starts of a row and writes the data of its tiles, whatever the
+        // starts are.
         unsafe { cuda::launch(starts, Self, batch_size as u32, arguments) };
         rows
     }

@@ -1,4 +1,5 @@
-//! Attention for Hopper, in CUDA C++: 16-bit heads of 64 or 128, under all masks but that of positions in a cache.
+//! Attention for Hopper in CUDA C++: 16-bit heads of 64 or 128, with all masks except for positions
+//! in a cache.
 
 mod documents;
 mod paged;
@@ -18,19 +19,19 @@ use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES
 use crate::multiprocessors::multiprocessors;
 use crate::ops::dropout::Dropout;
 
-/// Rows of the tile that a block keeps, and of a consumer's part of it.
+/// Rows of a block's tile, and of a consumer's part of it.
 const KEPT: usize = 128;
 const ROWS: usize = 64;
-/// More than there are tokens, and still below 2^31 when added to one's place.
+/// Larger than any token count, and below 2^31 when added to a position.
 const MOST_WINDOW: usize = 1 << 30;
-/// Backward, a tile of queries and its head are told by 16 and 15 bits.
+/// The backward pass encodes a tile of queries and its head in 16 and 15 bits.
 const MOST_QUERIES: usize = ROWS << 16;
 const MOST_HEADS: usize = 1 << 15;
-/// With fewer queries not even one consumer's rows are full.
+/// With fewer queries, not even one consumer is full.
 const FEWEST_QUERIES: usize = 64;
 const INSTEAD: &str = "attention takes the portable kernels";
 
-/// Which keys a query sees, by its number in the source.
+/// Visible keys of a query, by number in the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Mask {
     Every,
@@ -47,7 +48,7 @@ enum Pass {
     Backward,
 }
 
-/// What a kernel is compiled for.
+/// Compile-time values of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct AttentionHopper {
     pass: Pass,
@@ -68,7 +69,7 @@ impl AttentionHopper {
         Self::new(Pass::Paged, half, head_dim, Mask::UpToOwn, false)
     }
 
-    /// What sources of all passes begin with.
+    /// The macros of all passes.
     fn shared_source(&self) -> String {
         let Self { half, head_dim, mask, dropout, .. } = *self;
         let defined = [
@@ -82,7 +83,7 @@ impl AttentionHopper {
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("sm90/attention.cuh"))
     }
 
-    /// Rows of the tiles that come by.
+    /// Rows of the streamed tiles.
     fn brought(&self) -> usize {
         match self.pass {
             Pass::Forward | Pass::Paged => 128,
@@ -90,8 +91,9 @@ impl AttentionHopper {
         }
     }
 
-    /// Bytes beside the stages: forward the queries of two tiles, the result on its way out, and barriers; backward keys and values, three
-    /// tiles of gradients of scores and with dropout one of wide heads' probabilities, a tile of gradients of queries, and barriers.
+    /// Shared memory besides the stages. Forward: the queries of two tiles, the output, and
+    /// barriers. Backward: keys and values, three tiles of score gradients, with dropout one of
+    /// probabilities for wide heads, a tile of query gradients, and barriers.
     fn other_bytes(&self) -> usize {
         let tile = KEPT * self.head_dim * 2;
         match self.pass {
@@ -103,7 +105,7 @@ impl AttentionHopper {
         }
     }
 
-    /// Two tiles, and backward what is known of each query.
+    /// Two tiles, and for backward the statistics of each query.
     fn stage_bytes(&self) -> usize {
         let documents = self.mask == Mask::Documents;
         let numbers = 2 + usize::from(documents) + usize::from(self.dropout);
@@ -114,7 +116,8 @@ impl AttentionHopper {
         2 * self.brought() * self.head_dim * 2 + statistics
     }
 
-    /// As many stages as there is room for, but backward no more than four: with eight, narrow heads take 1.4 times as long.
+    /// As many stages as fit; backward at most four: with eight, narrow heads take 1.4 times as
+    /// long.
     fn stages(&self) -> usize {
         let most = if self.pass == Pass::Backward { 4 } else { 8 };
         ((HOPPER_SHARED_BYTES - self.other_bytes()) / self.stage_bytes()).min(most)
@@ -166,25 +169,25 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     kernels.chain(paged).map(cuda::named).chain([cuda::named(Documents)])
 }
 
-/// An attention that these kernels take.
+/// An attention that these kernels support.
 #[derive(Clone)]
 pub(super) struct Hopper<R: CubeRuntime> {
     half: &'static str,
     dims: Dims,
     mask: Mask,
-    /// Of a causal mask, those of documents left out.
+    /// For a causal mask, excluding documents.
     window: usize,
-    /// Lengths of rows, or what is known of documents.
+    /// Row lengths, or data of documents.
     ints: Option<CubeTensor<R>>,
     options: AttentionOptions,
 }
 
 impl<R: CubeRuntime> Hopper<R> {
-    /// If there are kernels for the device, the dtype, the sizes and the mask, and TMA can read and write all of `heads`.
+    /// If the kernels support device, dtype, sizes and mask, and TMA can access all of `heads`.
     pub(super) fn new(heads: &[&Heads<R>], dims: Dims, mask: &CubeMask<R>, options: AttentionOptions) -> Option<Self> {
         let x = &heads[0].tensor;
         let half = cuda::half_name(x.dtype.into())?;
-        // The maximum is taken before the scores are scaled.
+        // The maximum is taken before scaling.
         let scale = options.scale as f32;
         let numbers = scale.is_normal() && scale > 0.0;
         let sizes = [64, 128].contains(&dims.head_dim)
@@ -192,7 +195,7 @@ impl<R: CubeRuntime> Hopper<R> {
             && dims.n_heads < MOST_HEADS;
         let reads = |heads: &&Heads<R>| {
             let begin = heads.tensor.handle.offset_start.unwrap_or(0) as usize + 2 * heads.offset;
-            // TMA knows no axis whose elements are one and the same; a stride of 0 is otherwise that of an axis of one.
+            // TMA has no broadcast axes; otherwise a stride of 0 belongs to an axis of size one.
             let shape = heads.tensor.meta.shape();
             let expanded = shape
                 .iter()
@@ -229,7 +232,7 @@ impl<R: CubeRuntime> Hopper<R> {
         AttentionHopper::new(pass, self.half, self.dims.head_dim, self.mask, dropout)
     }
 
-    /// Whether the kernel of a pass runs on the device of `x`: it is tried on a head of one tile.
+    /// Whether the kernel of a pass runs on the device of `x`; tried on a head of one tile.
     fn works(&self, x: &CubeTensor<R>, pass: Pass) -> bool {
         cuda::works(x, &self.kernel(pass), INSTEAD, || {
             let dims = Dims { batch_size: 1, n_heads: 1, n_kv_heads: 1, seq_length: ROWS, keys: ROWS, ..self.dims };
@@ -249,7 +252,7 @@ impl<R: CubeRuntime> Hopper<R> {
         })
     }
 
-    /// Writes output and log-sum-exp; false where the kernel does not run.
+    /// Writes output and log-sum-exp; returns false if the kernel does not run.
     pub(super) fn forward(&self, inputs: [&Heads<R>; 3], output: &Heads<R>, log_sum_exp: &CubeTensor<R>) -> bool {
         let works = self.works(&inputs[0].tensor, Pass::Forward);
         if works {
@@ -258,7 +261,7 @@ impl<R: CubeRuntime> Hopper<R> {
         works
     }
 
-    /// Writes the gradients; false where the kernel does not run.
+    /// Writes the gradients; returns false if the kernel does not run.
     pub(super) fn backward(
         &self,
         inputs: [&Heads<R>; 4],
@@ -288,7 +291,7 @@ impl<R: CubeRuntime> Hopper<R> {
     ) {
         let kernel = self.kernel(Pass::Backward);
         let Dims { batch_size, n_heads, seq_length, head_dim, .. } = self.dims;
-        // Of d_query a consumer writes half of the columns.
+        // A consumer writes half of the columns of d_query.
         let columns = head_dim / 2;
         let arguments = self.map_queries(Arguments::default(), query, kernel.brought());
         let arguments = self.map_keys(self.map_keys(arguments, key, KEPT), value, KEPT);
@@ -305,7 +308,7 @@ impl<R: CubeRuntime> Hopper<R> {
         self.map_columns(arguments, heads, rows, 64)
     }
 
-    /// Heads of queries, so many rows and columns at once.
+    /// Heads of queries, in boxes of rows and columns.
     fn map_columns(&self, arguments: Arguments, heads: &Heads<R>, rows: usize, columns: usize) -> Arguments {
         let Dims { batch_size, n_heads, seq_length, head_dim, .. } = self.dims;
         map_heads(arguments, heads, [batch_size, n_heads, seq_length], head_dim, [rows, columns])
@@ -324,14 +327,16 @@ impl<R: CubeRuntime> Hopper<R> {
         let arguments = arguments.pointer(self.ints.as_ref().unwrap_or(x));
         let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, scale];
         let arguments = sizes.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
-        // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known of rows is read and written
-        // below the number of queries; lengths are there for each row of the batch, and documents are known of each token. Backward sums and marks are there for each tile of queries of all heads; a tile's are written by one
-        // block at a time, whose turn the marks tell, which are 0 before and after.
+        // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known
+        // of rows is read and written below the number of queries; lengths are there for each row
+        // of the batch, and documents are known of each token. Backward sums and marks are there
+        // for each tile of queries of all heads; a tile's are written by one block at a time, whose
+        // turn the marks tell, which are 0 before and after.
         unsafe { cuda::launch(x, kernel, multiprocessors(x), arguments) };
     }
 }
 
-/// Heads that TMA reads or writes, so many rows and columns at once.
+/// Heads accessed by TMA, in boxes of rows and columns.
 fn map_heads<R: CubeRuntime>(
     arguments: Arguments,
     heads: &Heads<R>,
@@ -339,7 +344,7 @@ fn map_heads<R: CubeRuntime>(
     head_dim: usize,
     [box_rows, box_columns]: [usize; 2],
 ) -> Arguments {
-    // Only an axis of one has no stride here. It is never used, but not every number is allowed.
+    // Only an axis of size one has no stride here. It is unused, but must be a valid number.
     let [batch, head, row] = heads.strides.map(|stride| if stride == 0 { head_dim } else { stride });
     let (shape, strides) = ([batch_size, n_heads, rows, head_dim], [batch, head, row, 1]);
     arguments.map_boxes(&heads.tensor, heads.offset, shape, strides, [1, 1, box_rows, box_columns])

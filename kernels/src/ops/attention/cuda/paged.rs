@@ -1,4 +1,4 @@
-//! Attention of new tokens over the pages that have the keys and values of their rows, for all rows in one launch.
+//! Attention of new tokens over paged keys and values, for all rows in one launch.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -13,12 +13,12 @@ use crate::ops::attention::cubecl::Heads;
 use crate::ops::attention::{AttentionOptions, MOST_TOKENS};
 use crate::ops::cached_attention::TILE;
 
-/// Tokens of a page.
+/// Tokens per page.
 const PAGE: usize = 64;
 
 const _: () = assert!(TILE == KEPT, "a block takes a tile");
 
-/// A paged attention that the kernel takes.
+/// A paged attention that the kernel supports.
 #[derive(Clone, Copy)]
 pub(crate) struct PagedHopper {
     kernel: AttentionHopper,
@@ -26,8 +26,9 @@ pub(crate) struct PagedHopper {
 }
 
 impl PagedHopper {
-    /// If there is a kernel for the device, the dtype and the sizes of queries `[tokens, n_heads, head_dim]` and `cached` keys and
-    /// values `[pages, n_kv_heads, page_tokens, head_dim]`, and it runs. The longest row has `most_keys`.
+    /// If the kernel supports the device, the dtype, and the sizes of queries `[tokens, n_heads,
+    /// head_dim]` and of `cached` keys and values `[pages, n_kv_heads, page_tokens, head_dim]`, and
+    /// runs. The longest row has `most_keys`.
     pub(crate) fn new<R: CubeRuntime>(
         query: &CubeTensor<R>,
         cached: [&CubeTensor<R>; 2],
@@ -53,7 +54,7 @@ impl PagedHopper {
         (taken && paged.works(query)).then_some(paged)
     }
 
-    /// Whether the kernel runs on the device of `x`: it is tried on a tile of one head, in one page.
+    /// Whether the kernel runs on the device of `x`; tried on a tile of one head, in one page.
     fn works<R: CubeRuntime>(&self, x: &CubeTensor<R>) -> bool {
         cuda::works(x, &self.kernel, "rows of a cache are attended to one by one", || {
             let head_dim = self.kernel.head_dim;
@@ -76,11 +77,13 @@ impl PagedHopper {
         })
     }
 
-    /// Writes `out` `[tokens, n_heads, head_dim]`, where tiles are. `table` has the pages of each row, `[rows, pages_a_row]`.
+    /// Writes the tiles' rows of `out` `[tokens, n_heads, head_dim]`. `table` has the pages of each
+    /// row, `[rows, pages_a_row]`.
     ///
     /// # Safety
-    /// `tiles` has four numbers a tile: its first token, how many it has, [`TILE`] at the most, the first one's index in its row, and
-    /// the row. They are tokens of the query, of rows of the table, which has pages for all keys up to their own.
+    /// `tiles` has four numbers per tile: its first token, its number of tokens up to [`TILE`], the
+    /// first token's index in its row, and the row. Tokens and rows must exist, and the table must
+    /// have pages for all of their keys.
     pub(crate) unsafe fn forward<R: CubeRuntime>(
         &self,
         query: &CubeTensor<R>,
@@ -114,8 +117,9 @@ impl PagedHopper {
         let scale = AttentionOptions::new(head_dim).scale as f32;
         let sizes = [count, n_heads, n_kv_heads, pages, pages_a_row, self.window, scale.to_bits() as usize];
         let arguments = sizes.into_iter().fold(arguments.pointer(tiles).pointer(table), Arguments::word);
-        // SAFETY: TMA reads and writes within the tensors that its maps were made of, whatever the table has; the table is read where
-        // it has the pages of a tile's row, and tiles that are not full write the tokens that they have.
+        // SAFETY: TMA reads and writes within the tensors that its maps were made of, whatever the
+        // table has; the table is read where it has the pages of a tile's row, and tiles that are
+        // not full write the tokens that they have.
         unsafe { cuda::launch(query, self.kernel, multiprocessors(query), arguments) };
     }
 }

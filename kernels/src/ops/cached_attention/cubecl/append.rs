@@ -1,9 +1,11 @@
-//! The new tokens of rows that have several: queries and keys normalised and rotated, keys and values written into their pages. By heads that some
-//! lanes of a plane share ([`lines_kernel`]), or by cubes where there are no planes, or heads do not divide so ([`heads_kernel`]).
+//! Appends the new tokens of rows that have several: normalizes and rotates queries and keys, and
+//! writes keys and values to their pages. Several lanes of a plane share a head ([`lines_kernel`]),
+//! or cubes process heads where there are no planes or heads do not divide evenly
+//! ([`heads_kernel`]).
 //!
 //! ```text
-//! a line of qkv, which is a head:   | first half        | second half       |
-//!                                   |l0 l1 l2 ..        |l0 l1 l2 ..        |   a lane has a vector of each, and so whole pairs to rotate
+//! a row of qkv, one head:           | first half        | second half       |
+//!                                   |l0 l1 l2 ..        |l0 l1 l2 ..        |   a lane has a vector of each half: whole pairs to rotate
 //! ```
 
 use burn_cubecl::CubeRuntime;
@@ -11,20 +13,20 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{
-    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, place,
+    Bound, CubeKvStorage, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, place,
     placed_dtype, scale_of, sizes, stored, vector,
 };
 use crate::cubecl::reduce::{lanes_max, lanes_sum};
 use crate::cubecl::{array, clamp_index, empty, grid, launch, optional};
 use crate::quant::int8::PACKED;
 
-/// Places the queries and keys of a run, and writes keys and values into their pages: the queries, `[tokens, n_heads, head_dim]`, in
-/// their places among all of the pass. `rows` has the row of each token.
+/// Writes keys and values of a run to their pages and returns the placed queries, `[tokens,
+/// n_heads, head_dim]`, at their positions in the pass. `rows` has the row of each token.
 pub(super) fn rotary_append<R: CubeRuntime>(
     pass: &Pass<R>,
     run: &Run,
     rows: CubeTensor<R>,
-    held: [&CubeHeld<R>; 2],
+    held: [&CubeKvStorage<R>; 2],
 ) -> CubeTensor<R> {
     let Pass { qkv, heads, positions, .. } = pass;
     let bound = bind(pass, MOST_HEADS, held[0].is_int8());
@@ -38,23 +40,23 @@ pub(super) fn rotary_append<R: CubeRuntime>(
     append.query
 }
 
-/// What is appended, and where to.
+/// Sources and destinations of an append.
 struct Append<'a, R: CubeRuntime> {
     bound: Bound<R>,
     pass: &'a Pass<R>,
     run: &'a Run,
     rows: CubeTensor<R>,
     /// Keys and values.
-    held: [&'a CubeHeld<R>; 2],
+    held: [&'a CubeKvStorage<R>; 2],
     query: CubeTensor<R>,
 }
 
 /// How lanes share a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Lanes {
-    /// Lanes of a head, a power of two.
+    /// Lanes per head, a power of two.
     across: u32,
-    /// Numbers of a vector.
+    /// Elements per vector.
     width: usize,
 }
 
@@ -69,7 +71,7 @@ impl<R: CubeRuntime> Append<'_, R> {
         }
         let width = vector(bound, pass, self.held, head_dim / 2);
         let across = (head_dim / 2 / width).next_power_of_two() as u32;
-        // A vector of bytes is one or two words: they are aligned for no more.
+        // A vector of bytes is one or two words, which limits the alignment.
         let fits = across <= plane && (!keys.is_int8() || [PACKED, 2 * PACKED].contains(&width));
         fits.then_some(Lanes { across, width })
     }
@@ -186,7 +188,7 @@ fn lines_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, N: S
     let heads = sizes.n_heads + 2 * sizes.n_kv_heads;
     let index = ABSOLUTE_POS as u32 / lanes.across;
     let lane = UNIT_POS % lanes.across;
-    // All lanes of a plane take part in what they exchange; those of no line, or of no vector in it, write nothing.
+    // All lanes of a plane take part in exchanges; lanes without data write nothing.
     let there = index < sizes.tokens * heads && lane < half;
     let line = min(index, sizes.tokens * heads - 1);
     let token = sizes.first_token + line / heads;
@@ -314,7 +316,7 @@ fn heads_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int>(
     let placed_heads = sizes.n_heads + sizes.n_kv_heads;
     let row = token * (placed_heads + sizes.n_kv_heads) * head_dim;
     let first = CUBE_POS as u32 % sizes.pieces * most;
-    // Heads of both kinds may be among them: queries first, then keys, which lie behind them.
+    // These may include queries, then keys, which are adjacent.
     let end = min(first + most, placed_heads);
     let middle = min(max(sizes.n_heads, first), end);
     let queries = middle - first;
@@ -325,10 +327,10 @@ fn heads_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int>(
     for i in range_stepped(UNIT_POS, queries * head_dim, UNITS) {
         query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
     }
-    // Numbers of a head that are written as one: a word of bytes has four.
+    // Elements written at once: a word of bytes has four.
     let each = comptime!(if variant.int8 { PACKED as u32 } else { 1 });
     let words = head_dim / each;
-    // The largest and the sum of each head's keys, and then of its values, from each of its units.
+    // The maximum and the sum of each head's keys, then of its values, from each of its units.
     let mut magnitudes = SharedMemory::<f32>::new(comptime!(if variant.int8 { 4 * UNITS as usize } else { 4 }));
     if comptime!(variant.int8) {
         let own = UNIT_POS / SUMMERS;

@@ -1,5 +1,6 @@
-//! Cached attention in CubeCL: for one new token a row, all in one kernel, which cuts long rows of keys into pieces ([`planes`], or [`units`] where
-//! there are none); for more, [`append`] and then [`prompts`].
+//! Cached attention in CubeCL. Rows with one new token need a single kernel, which splits long rows
+//! of keys ([`planes`], or [`units`] without planes); rows with several use [`append`] and then
+//! [`prompts`].
 
 mod append;
 mod planes;
@@ -15,7 +16,7 @@ use cubecl::prelude::*;
 
 use self::append::rotary_append;
 use self::prompts::{over_pages, prefill};
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage, Placement, reference};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_vector};
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
@@ -26,10 +27,10 @@ use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
-/// The most heads that a cube places, and the most query heads that it attends for.
+/// Maximum heads placed per cube, and query heads attended per cube.
 const MOST_HEADS: usize = 8;
 
-/// The widest heads that the kernels take.
+/// Maximum head size of the kernels.
 const MOST_COLUMNS: usize = 256;
 
 impl<R, F, I, BT> CachedAttentionOps for CubeBackend<R, F, I, BT>
@@ -48,7 +49,7 @@ where
         let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();
         let [tokens, _] = qkv.dims();
         let (placement, qkv) = (cube_placement(placement), contiguous(primitive(qkv)));
-        let cached = [&cache.keys, &cache.values].map(CubeHeld::of);
+        let cached = [&cache.keys, &cache.values].map(CubeKvStorage::of);
         let all = Pass {
             heads,
             placement,
@@ -92,19 +93,19 @@ where
     }
 }
 
-/// Rows that are attended to together: one of several new tokens, or several of one each.
+/// Rows attended together: one with several new tokens, or several with one each.
 #[derive(Debug, PartialEq, Eq)]
 struct Run {
     first_row: usize,
     first_token: usize,
     tokens: usize,
-    /// Whether each token is a row's only one, and they are attended to by one kernel.
+    /// Whether each token is its row's only new one, and one kernel attends to them.
     single: bool,
     /// Tokens of the longest row.
     keys: usize,
 }
 
-/// Runs of rows, those of single tokens together where there is a kernel for them.
+/// Splits a pass into runs, with single tokens together if a kernel supports it.
 fn runs(rows: &[CachedRow], together: bool) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut first_token = 0;
@@ -122,8 +123,8 @@ fn runs(rows: &[CachedRow], together: bool) -> Vec<Run> {
     runs
 }
 
-/// All from the first run of several new tokens to the last one. Single tokens between them are appended with them, and once more where
-/// they are attended to.
+/// The range from the first run with several new tokens to the last. Single tokens in between are
+/// appended with it, and again where they are attended.
 fn longer(runs: &[Run]) -> Run {
     let several = |run: &&Run| !run.single;
     let first = runs.iter().find(several).expect("a run that is none of single tokens");
@@ -134,23 +135,24 @@ fn longer(runs: &[Run]) -> Run {
 }
 
 /// Keys, or values, on the device.
-struct CubeHeld<R: CubeRuntime> {
-    /// Floats `[pages, n_kv_heads, page_tokens, head_dim]`, or words of bytes `[pages, n_kv_heads, page_tokens, head_dim / 4]`.
+struct CubeKvStorage<R: CubeRuntime> {
+    /// Floats `[pages, n_kv_heads, page_tokens, head_dim]`, or packed bytes `[pages, n_kv_heads,
+    /// page_tokens, head_dim / 4]`.
     stored: CubeTensor<R>,
-    /// Of bytes, `[pages, n_kv_heads, page_tokens]`.
+    /// For bytes, `[pages, n_kv_heads, page_tokens]`.
     scales: Option<CubeTensor<R>>,
 }
 
-impl<R: CubeRuntime> CubeHeld<R> {
-    fn of<B>(held: &Held<B>) -> Self
+impl<R: CubeRuntime> CubeKvStorage<R> {
+    fn of<B>(held: &KvStorage<B>) -> Self
     where
         B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
     {
         match held {
-            Held::Float(floats) => Self { stored: primitive(floats.clone()), scales: None },
-            Held::Int8 { packed, scales } => {
+            KvStorage::Float(floats) => Self { stored: primitive(floats.clone()), scales: None },
+            KvStorage::Int8 { packed, scales } => {
                 let stored = packed.clone().into_primitive();
-                // Eight bytes of them are read together.
+                // Eight bytes are read together.
                 let aligned = stored.handle.offset_start.unwrap_or(0).is_multiple_of(8);
                 assert!(aligned, "cached_attention: a cache of bytes that begins between two words");
                 Self { stored, scales: Some(primitive(scales.clone())) }
@@ -162,18 +164,18 @@ impl<R: CubeRuntime> CubeHeld<R> {
         self.scales.is_some()
     }
 
-    /// What a kernel reads: bytes come in unsigned words.
+    /// The kernels' storage type: bytes come in unsigned words.
     fn dtype(&self) -> StorageType {
         if self.is_int8() { u32::as_type_native_unchecked().storage_type() } else { self.stored.dtype.into() }
     }
 
-    /// Elements that lie where `floats` numbers do.
+    /// Storage elements of `floats` values.
     fn width(&self, floats: usize) -> usize {
         if self.is_int8() { floats / PACKED } else { floats }
     }
 }
 
-/// The placement's tensors as primitives. Both norms are there, or none.
+/// The placement's tensors as primitives. Both norms are given, or none.
 fn cube_placement<R: CubeRuntime, B: Backend<FloatTensorPrimitive = CubeTensor<R>>>(
     placement: Placement<B>,
 ) -> CubePlacement<R> {
@@ -193,7 +195,7 @@ struct CubePlacement<R: CubeRuntime> {
     rotary: Option<[CubeTensor<R>; 2]>,
 }
 
-/// What all runs of a pass share.
+/// State shared by all runs of a pass.
 struct Pass<R: CubeRuntime> {
     /// `[tokens, width]`.
     qkv: CubeTensor<R>,
@@ -206,25 +208,25 @@ struct Pass<R: CubeRuntime> {
     window: Option<usize>,
 }
 
-/// What the kernels are compiled for, beside their dtypes.
+/// Compile-time values of the kernels, besides dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     head_dim: usize,
-    /// Heads that a cube places, or query heads that it attends for.
+    /// Heads placed per cube, or query heads attended per cube.
     heads: usize,
     normed: bool,
     rotated: bool,
-    /// Whether results are parts, of pieces of the keys.
+    /// Whether results are partial, over a piece of the keys.
     cut: bool,
-    /// Whether the cache holds bytes.
+    /// Whether the cache is INT8.
     int8: bool,
     row_units: RowUnits,
 }
 
-/// The sizes that may differ from launch to launch, in elements.
+/// The sizes that may change per launch, in elements.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    /// Tokens of the run, and where they and their rows begin.
+    /// Tokens of the run, and the offsets of tokens and rows.
     tokens: u32,
     first_token: u32,
     first_row: u32,
@@ -233,11 +235,11 @@ struct Sizes {
     /// Pages of the cache, and of a row in the table.
     pages: u32,
     pages_a_row: u32,
-    /// A page has two to this power tokens.
+    /// Logarithm of the page size.
     page_shift: u32,
-    /// Pieces of the keys, or cubes for a token.
+    /// Number of pieces of the keys, or cubes per token.
     pieces: u32,
-    /// Keys of a piece.
+    /// Keys per piece.
     piece: u32,
     /// Keys of the longest row.
     keys: u32,
@@ -247,7 +249,7 @@ struct Sizes {
     last: u32,
 }
 
-/// The head of the cache, counted in lines of `head_dim`, that a token of a row has in it.
+/// The cache line of a token's head, in units of `head_dim`.
 #[cube]
 fn cell<I: Int>(table: &Array<I>, row: u32, kv_head: u32, place: u32, sizes: &Sizes) -> u32 {
     let entry = table[(row * sizes.pages_a_row + min(place >> sizes.page_shift, sizes.pages_a_row - 1)) as usize];
@@ -256,12 +258,12 @@ fn cell<I: Int>(table: &Array<I>, row: u32, kv_head: u32, place: u32, sizes: &Si
     ((page * sizes.n_kv_heads + kv_head) << sizes.page_shift) + within
 }
 
-/// What heads are placed as: the dtype of `qkv`; for a cache of bytes f32, since a number is rounded to its byte only once.
-fn placed_dtype<R: CubeRuntime>(qkv: &CubeTensor<R>, held: &CubeHeld<R>) -> StorageType {
+/// Dtype of placed heads: that of `qkv`; f32 for an INT8 cache, to round only once.
+fn placed_dtype<R: CubeRuntime>(qkv: &CubeTensor<R>, held: &CubeKvStorage<R>) -> StorageType {
     if held.is_int8() { f32::as_type_native_unchecked().storage_type() } else { qkv.dtype.into() }
 }
 
-/// The tensors of a launch, those that are not there standing for each other.
+/// The tensors of a launch; missing ones are replaced by others.
 struct Bound<R: CubeRuntime> {
     gammas: [CubeTensor<R>; 2],
     table: [CubeTensor<R>; 2],
@@ -285,11 +287,11 @@ fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize, int8: bool) -> Bound<R> {
     Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), variant, epsilon }
 }
 
-/// Numbers that units read at once, where so many of a head lie side by side.
-fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: [&CubeHeld<R>; 2], length: usize) -> usize {
+/// Elements read at once, for this many contiguous ones of a head.
+fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: [&CubeKvStorage<R>; 2], length: usize) -> usize {
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
     let mut tensors = vec![&pass.qkv, query_gamma, key_gamma, cos, sin];
-    // Words of bytes are aligned for two of them.
+    // Words of bytes are aligned to two.
     tensors.extend(held.into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
     row_vector(&tensors, &[length])
 }
@@ -298,7 +300,7 @@ fn sizes<R: CubeRuntime>(
     bound: &Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    CubeHeld { stored: held, .. }: &CubeHeld<R>,
+    CubeKvStorage { stored: held, .. }: &CubeKvStorage<R>,
     [pieces, piece]: [usize; 2],
 ) -> SizesLaunch<R> {
     let heads = pass.heads;
@@ -322,9 +324,9 @@ fn sizes<R: CubeRuntime>(
     )
 }
 
-/// Places and appends the tokens of a run, one a row, and attends to their keys: into their places in `out` `[tokens,
-/// n_heads, head_dim]`.
-fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeHeld<R>; 2], out: &CubeTensor<R>) {
+/// Places and appends the tokens of a run, one per row, and attends to their keys: into their rows
+/// of `out` `[tokens, n_heads, head_dim]`.
+fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeKvStorage<R>; 2], out: &CubeTensor<R>) {
     let bound = bind(pass, 1, held[0].is_int8());
     let pieces = match bound.variant.row_units.plane > 1 {
         true => planes::attend(bound, pass, run, held, out),
@@ -335,15 +337,15 @@ fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeHeld<R>; 2], ou
     }
 }
 
-/// What pieces of the keys contribute: `partial` `[tokens, n_heads, pieces, head_dim]`, f32, and for each of these
-/// rows in `statistics` `[.., 2]` the maximum it is scaled by and the sum it is to be divided by.
+/// Partial results of pieces of the keys: `partial` `[tokens, n_heads, pieces, head_dim]`, f32, and
+/// for each of its rows in `statistics` `[.., 2]` its maximum and its sum.
 struct Pieces<R: CubeRuntime> {
     partial: CubeTensor<R>,
     statistics: CubeTensor<R>,
 }
 
 impl<R: CubeRuntime> Pieces<R> {
-    /// Room for them, if there are several.
+    /// Allocates them, if there are several pieces.
     fn new(out: &CubeTensor<R>, heads: PackedHeads, run: &Run, pieces: usize) -> Option<Self> {
         let rows = [run.tokens, heads.n_heads, pieces];
         (pieces > 1).then(|| Self {
@@ -352,7 +354,7 @@ impl<R: CubeRuntime> Pieces<R> {
         })
     }
 
-    /// What a kernel writes into: these, or else the result, which also stands for statistics that it does not write.
+    /// The output of a kernel: these, or the result, which also stands in for unwritten statistics.
     fn or<'a>(this: &'a Option<Self>, out: &'a CubeTensor<R>) -> [&'a CubeTensor<R>; 2] {
         match this {
             Some(pieces) => [&pieces.partial, &pieces.statistics],
@@ -387,7 +389,8 @@ fn join<R: CubeRuntime>(pieces: Pieces<R>, out: &CubeTensor<R>, heads: PackedHea
     }
 }
 
-/// Where the heads lie that a cube places: `queries` of them from element `start` on, and keys from element `keys` on.
+/// The heads that a cube places: `queries` of them from element `start` on, and keys from element
+/// `keys` on.
 #[derive(CubeType, Clone, Copy)]
 struct Source {
     start: u32,
@@ -398,10 +401,10 @@ struct Source {
     position: u32,
 }
 
-/// Units that add up the squares of a head together.
+/// Units that sum the squares of a head together.
 const SUMMERS: u32 = 16;
 
-/// Reads heads into shared memory, normalised and rotated: queries, and keys behind them. As numbers of `P`.
+/// Reads heads into shared memory as `P`, normalized and rotated: queries, then keys.
 #[cube]
 fn place<F: Float, P: Float, G: Float, T: Float>(
     qkv: &Array<F>,
@@ -473,21 +476,21 @@ fn place<F: Float, P: Float, G: Float, T: Float>(
     }
 }
 
-/// The largest magnitude of some numbers, and the sum of all, which is no number where one of them is none.
+/// The largest magnitude of some values, and their sum, which is NaN if one of them is.
 #[derive(CubeType, Clone, Copy)]
 struct Magnitude {
     largest: f32,
     sum: f32,
 }
 
-/// The scale of bytes for such numbers. It is none that can be counted with where one of them is none, or all together are too large.
+/// The INT8 scale of such values. NaN if one of them is, or if their sum overflows.
 #[cube]
 fn scale_of(of: Magnitude) -> f32 {
     let scale = select(of.largest > 0.0f32, of.largest / 127.0f32, 1.0f32);
     select(of.sum < f32::MAX, scale, of.sum)
 }
 
-/// Numbers as a cache stores them: floats, or the nearest bytes by their scale, four in a word.
+/// Values in the cache's storage format: floats, or bytes relative to their scale, four per word.
 #[cube]
 fn stored<K: Numeric, M: Size, N: Size>(numbers: Vector<f32, N>, scale: f32, #[comptime] int8: bool) -> Vector<K, M> {
     if comptime!(int8) {
@@ -498,7 +501,7 @@ fn stored<K: Numeric, M: Size, N: Size>(numbers: Vector<f32, N>, scale: f32, #[c
             #[unroll]
             for j in 0..PACKED {
                 let byte = max(min((numbers[comptime!(PACKED * i + j)] / scale).round(), 127.0f32), -127.0f32);
-                // With its sign bit flipped, a byte counts up from the least one.
+                // With its sign bit flipped, a byte counts from the smallest one.
                 let byte = u32::cast_from(byte + 128.0f32) ^ 0x80;
                 word |= byte << comptime!(8 * j as u32);
             }
@@ -510,7 +513,7 @@ fn stored<K: Numeric, M: Size, N: Size>(numbers: Vector<f32, N>, scale: f32, #[c
     }
 }
 
-/// What a cache stores, as numbers: floats, or bytes before their scale.
+/// Stored values as floats; bytes before scaling.
 #[cube]
 fn numbers<K: Numeric, M: Size, N: Size>(stored: Vector<K, M>, #[comptime] int8: bool) -> Vector<f32, N> {
     if comptime!(int8) {
@@ -529,7 +532,7 @@ fn numbers<K: Numeric, M: Size, N: Size>(stored: Vector<K, M>, #[comptime] int8:
     }
 }
 
-/// Joins the pieces of each head by their maxima and totals.
+/// Combines the pieces of each head by their maxima and sums.
 #[cube(launch_unchecked)]
 fn join_kernel<O: Float>(
     partial: &Array<f32>,

@@ -1,23 +1,23 @@
-//! Attention of one token a row (flash decoding) where planes exchange values among their units.
+//! Attention of one token per row (flash decoding) on devices with planes.
 //!
 //! ```text
 //! a cube: one to eight query heads of a row that share a KV head, and a piece of the keys (split-KV)
 //!
-//! a plane's lanes    | key 0       | key 1       | key 2   ..    `across` lanes a key, each some vectors of it;
-//!                    |l0 l1 .. l7  |l8 .. l15    |               `run` such keys a lane are read together
-//! each group of `across` lanes: a running maximum, sum and output of its own (online softmax)
-//! -> joined over lanes, planes and, by a second launch, pieces
+//! a plane's lanes    | key 0       | key 1       | key 2   ..    `across` lanes per key, with some of its vectors each;
+//!                    |l0 l1 .. l7  |l8 .. l15    |               `run` such keys per lane are read together
+//! each group of `across` lanes: its own running maximum, sum and output (online softmax)
+//! -> combined over lanes, planes and, in a second launch, pieces
 //! ```
 //!
-//! The first keys and values are read before anything else is known, so that a short row costs hardly more than one wait for
-//! memory.
+//! The first keys and values are loaded before anything else is known, so that a short row costs
+//! little more than one memory latency.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{
-    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers,
+    Bound, CubeKvStorage, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers,
     placed_dtype, scale_of, sizes, stored, vector,
 };
 use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum};
@@ -26,12 +26,13 @@ use crate::masked::MASKED;
 use crate::packed_heads::PackedHeads;
 use crate::quant::int8::PACKED;
 
-/// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
+/// Vectors of keys, and of values, that a lane loads together: fewer with many cubes, so that more
+/// of them run concurrently.
 const RUN: usize = 8;
 const SHORT_RUN: usize = 4;
-/// Rounds of such reads in a piece, at the least: fewer would not be worth the launch that joins pieces.
+/// Minimum rounds of such loads per piece: fewer are not worth the launch that combines pieces.
 const ROUNDS: usize = 4;
-/// Cubes that keep a device busy which does not say how many multiprocessors it has.
+/// Assumed number of concurrent cubes if the device does not report its multiprocessors.
 const CUBES: usize = 128;
 
 /// How lanes share a key.
@@ -40,11 +41,11 @@ struct Lanes {
     /// Units of a cube, whole planes.
     units: u32,
     plane: u32,
-    /// Lanes of a key, a power of two.
+    /// Lanes per key, a power of two.
     across: u32,
-    /// Vectors of it that each has.
+    /// Its vectors per lane.
     each: usize,
-    /// Keys that a lane reads together.
+    /// Keys that a lane loads together.
     run: usize,
 }
 
@@ -52,12 +53,12 @@ impl Lanes {
     fn new(units: u32, plane: u32, columns: usize, run: usize) -> Self {
         let across = plane.min(columns.next_power_of_two() as u32);
         let each = columns.div_ceil(across as usize);
-        // A unit writes a column of the result.
+        // Each unit writes a column of the result.
         let units = units.max(plane).max(columns.next_power_of_two() as u32);
         Self { units, plane, across, each, run: (run / each).max(1) }
     }
 
-    /// Keys of a cube's round.
+    /// Keys per round of a cube.
     fn round(&self) -> usize {
         (self.units / self.across) as usize * self.run
     }
@@ -72,24 +73,24 @@ impl Lanes {
     }
 }
 
-/// How far the two elements of a rotated pair are apart; without pairs a head.
+/// Distance of the two elements of a rotated pair; without rotation, the head size.
 fn pair_distance<R: CubeRuntime>(bound: &Bound<R>) -> usize {
     let Variant { head_dim, rotated, .. } = bound.variant;
     if rotated { head_dim / 2 } else { head_dim }
 }
 
-/// Whether the kernel reads a cache of bytes here: a vector is words of them.
-pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>, held: [&CubeHeld<R>; 2]) -> bool {
+/// Whether the kernel supports an INT8 cache here: a vector must be whole words.
+pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>, held: [&CubeKvStorage<R>; 2]) -> bool {
     let bound = bind(pass, 1, true);
     bound.variant.row_units.plane > 1 && vector(&bound, pass, held, pair_distance(&bound)).is_multiple_of(PACKED)
 }
 
-/// Writes the result, or the pieces of it.
+/// Writes the result, or its pieces.
 pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    [keys, values]: [&CubeHeld<R>; 2],
+    [keys, values]: [&CubeKvStorage<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;
@@ -98,14 +99,14 @@ pub(super) fn attend<R: CubeRuntime>(
     let group = n_heads / n_kv_heads;
     let hardware = &qkv.client.properties().hardware;
     let busy = hardware.num_streaming_multiprocessors.map_or(CUBES, |count| count as usize);
-    // Heads that share a key are together where there are cubes enough all the same.
+    // Heads that share a key are processed together, if there are enough cubes anyway.
     let possible = |count: &usize| group.is_multiple_of(*count) && batch_size * (n_heads / count) >= busy;
     let together = (1..=MOST_HEADS.min(group)).rev().find(possible).unwrap_or(1);
     let cubes = batch_size * (n_heads / together);
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
     let vector = vector(&bound, pass, [keys, values], pair_distance(&bound));
     assert!(!keys.is_int8() || vector.is_multiple_of(PACKED), "cached_attention: vectors of whole words");
-    // Many small cubes run beside each other, where few have a multiprocessor each.
+    // Many small cubes run concurrently; a few have a multiprocessor each.
     let (units, reads) = if cubes <= busy { (UNITS, RUN) } else { (UNITS / 2, SHORT_RUN) };
     let lanes = Lanes::new(units, bound.variant.row_units.plane, head_dim / vector, reads);
     let rounds = run.keys.div_ceil(lanes.round());
@@ -115,8 +116,9 @@ pub(super) fn attend<R: CubeRuntime>(
     let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    // SAFETY: words of bytes are aligned for a vector of them; each cube writes the heads of its own row and piece, and its row's new key and value, which the others
-    // do not use; positions are held within table and cache. What stands in for statistics is not written.
+    // SAFETY: words of bytes are aligned for a vector of them; each cube writes the heads of its
+    // own row and piece, and its row's new key and value, which the others do not use; positions
+    // are held within table and cache. What stands in for statistics is not written.
     unsafe {
         launch!(
             planes_kernel::PlanesKernel,
@@ -206,7 +208,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
     let int8 = comptime!(variant.int8);
     let mut key = Array::<Vector<K, M>>::new(comptime!(run * each));
     let mut value = Array::<Vector<K, M>>::new(comptime!(run * each));
-    // Of bytes: those of the keys, and behind them those of the values.
+    // INT8 scales: those of the keys, then those of the values.
     let mut scales = Array::<f32>::new(comptime!(if variant.int8 { 2 * lanes.run } else { 1 }));
     let in_row = (cached_row, kv_head, first + slot);
     read::<K, I, M>(
@@ -235,7 +237,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
     }
     let position = clamp_index::<I>(positions[token as usize], sizes.keys - 1);
 
-    // Queries, and behind them the new key.
+    // Queries, then the new key.
     let mut placed = SharedMemory::<Vector<P, N>>::new(comptime!((variant.heads + 1) * variant.head_dim / width));
     #[unroll]
     for turn in 0..comptime!((variant.heads as u32 + 1).div_ceil(lanes.planes())) {
@@ -273,12 +275,12 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
         #[unroll]
         for i in 0..variant.heads {
             let vector = placed[(comptime!(i as u32) * columns + column) as usize];
-            // Lanes beyond the head's columns have nothing to add.
+            // Lanes beyond the head's columns contribute nothing.
             let there = f32::cast_from(own < columns);
             query[comptime!(i * each + e)] = Vector::<f32, N>::cast_from(vector) * Vector::<f32, N>::new(there);
         }
     }
-    // As the cache will have them.
+    // Rounded as in the cache.
     let mut key_scale = 1.0f32;
     let mut value_scale = 1.0f32;
     if int8 {
@@ -313,7 +315,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
         }
     }
 
-    // A softmax for each slot, scaled by the largest score so far.
+    // A softmax per slot, relative to its maximum so far.
     let mut maxima = Array::<f32>::new(variant.heads);
     let mut totals = Array::<f32>::new(variant.heads);
     let mut results = Array::<Vector<f32, N>>::new(comptime!(variant.heads * lanes.each));
@@ -353,7 +355,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
         for j in 0..run {
             let at = start + slot + comptime!(j as u32 * slots);
             let seen = at < end && i32::cast_from(at) > i32::cast_from(position) - sizes.window;
-            // The new key and value may not have reached the cache yet.
+            // The new key and value may not be visible in the cache yet.
             if at == position {
                 #[unroll]
                 for e in 0..each {
@@ -406,7 +408,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
                 if int8 {
                     factor *= scales[comptime!(lanes.run + j)];
                 }
-                // What lies behind the row's end, another row may have left there, and it may be no number.
+                // Cache lines past the row's end may hold anything, NaN included.
                 let at = start + slot + comptime!(j as u32 * slots);
                 if at < end {
                     #[unroll]
@@ -419,7 +421,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
         }
     }
 
-    // The slots of a plane, and then the planes. What they write may lie where queries were read.
+    // Combine the slots of a plane, then the planes. Their output may overwrite the queries.
     sync_cube();
     let planes = comptime!(lanes.planes());
     let plane = UNIT_POS / comptime!(lanes.plane);
@@ -493,8 +495,8 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
     }
 }
 
-/// Reads a lane's vectors of a run of keys and values of a row and key head, the first of them the third of `in_row`; those
-/// beyond the end again.
+/// Loads a lane's vectors of a run of keys and values of a row and key head, the first one at index
+/// `in_row`; repeats the last ones past the end.
 #[cube]
 fn read<K: Numeric, I: Int, M: Size>(
     keys: &Array<Vector<K, M>>,
@@ -513,7 +515,7 @@ fn read<K: Numeric, I: Int, M: Size>(
     #[comptime] int8: bool,
 ) {
     let (row, kv_head, first) = in_row;
-    // All lines before the first read.
+    // All addresses before the first load.
     let mut lines = Array::<u32>::new(lanes.run);
     #[unroll]
     for j in 0..lanes.run {
@@ -543,7 +545,7 @@ fn read<K: Numeric, I: Int, M: Size>(
     }
 }
 
-/// The scale of a head of which each of its lanes has some vectors.
+/// The INT8 scale of a head whose vectors are spread over lanes.
 #[cube]
 fn lanes_scale<F: Float, N: Size>(own: &Array<Vector<F, N>>, #[comptime] lanes: Lanes) -> f32 {
     let mut of = Magnitude { largest: 0.0f32, sum: 0.0f32 };
@@ -561,8 +563,8 @@ fn lanes_scale<F: Float, N: Size>(own: &Array<Vector<F, N>>, #[comptime] lanes: 
     scale_of(of)
 }
 
-/// A plane puts a head into shared memory, normalised and rotated: `line` of `qkv`, where a line is a head, as the head
-/// `own`. A lane has vectors of the first half, and those that are as far in the second.
+/// A plane writes a head to shared memory, normalized and rotated: row `line` of `qkv` in heads, as
+/// head `own`. A lane has vectors of the first half, and the matching ones of the second.
 #[cube]
 fn place<F: Float, P: Float, G: Float, T: Float, N: Size>(
     qkv: &Array<Vector<F, N>>,
@@ -587,11 +589,11 @@ fn place<F: Float, P: Float, G: Float, T: Float, N: Size>(
     let mut gammas = Array::<Vector<f32, N>>::new(comptime!(2 * turns));
     let mut angles = Array::<Vector<f32, N>>::new(comptime!(2 * turns));
     let mut squares = 0.0f32;
-    // All reads before what waits for them.
+    // All loads before their first use.
     #[unroll]
     for turn in 0..turns {
         let column = min(comptime!(turn as u32 * lanes.plane) + UNIT_POS % comptime!(lanes.plane), half - 1);
-        // A head of an odd number of vectors has none that is as far in its second half as the last of the first.
+        // With an odd number of vectors, the middle one has no partner.
         let other = min(column + half, columns - 1);
         upper[turn] = Vector::<f32, N>::cast_from(qkv[(line * columns + column) as usize]);
         lower[turn] = Vector::<f32, N>::cast_from(qkv[(line * columns + other) as usize]);

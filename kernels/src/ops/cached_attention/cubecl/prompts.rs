@@ -1,12 +1,13 @@
-//! Rows of several new tokens, which are appended: one kernel attends to those of all rows over pages, where there is one. Elsewhere a row's pages
-//! are put side by side before attention, row by row.
+//! Attention for rows with several new tokens, after appending: over pages with one kernel for all
+//! rows, if available. Otherwise a row's pages are copied contiguously before attention, row by
+//! row.
 
 use burn::tensor::backend::Backend;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{CubeHeld, Pass, Run, Sizes, UNITS, bind, cell, numbers, sizes};
+use super::{CubeKvStorage, Pass, Run, Sizes, UNITS, bind, cell, numbers, sizes};
 use crate::cubecl::{array, empty, grid, optional, vector_width};
 use crate::ops::attention::AttentionOptions;
 #[cfg(feature = "cuda")]
@@ -16,15 +17,15 @@ use crate::ops::cached_attention::CachedTokens;
 use crate::packed_heads::PackedHeads;
 use crate::quant::int8::PACKED;
 
-/// Attends to the keys of all rows of several new tokens in one launch, where there is a kernel that reads pages: `[tokens, n_heads,
-/// head_dim]`, in which rows of one new token are left out.
+/// Attends to the keys of all rows with several new tokens in one launch, if a kernel supports
+/// paged attention: `[tokens, n_heads, head_dim]`, without rows of one new token.
 #[cfg(feature = "cuda")]
 pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTensor<R>>>(
     pass: &Pass<R>,
     at: &CachedTokens<B>,
     longer: &Run,
     query: &CubeTensor<R>,
-    [keys, values]: [&CubeHeld<R>; 2],
+    [keys, values]: [&CubeKvStorage<R>; 2],
 ) -> Option<CubeTensor<R>> {
     if keys.is_int8() {
         return None;
@@ -32,7 +33,8 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     let cached = [&keys.stored, &values.stored];
     let paged = PagedHopper::new(query, cached, &pass.table, longer.keys, pass.window)?;
     let out = empty(query, [query.meta.shape()[0], pass.heads.n_heads, pass.heads.head_dim], query.dtype);
-    // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and keys that the row's pages have room for.
+    // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and
+    // keys that the row's pages have room for.
     unsafe {
         paged.forward(query, cached, &pass.table, &crate::cubecl::contiguous(at.tiles().clone().into_primitive()), &out)
     };
@@ -45,7 +47,7 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     _: &CachedTokens<B>,
     _: &Run,
     _: &CubeTensor<R>,
-    _: [&CubeHeld<R>; 2],
+    _: [&CubeKvStorage<R>; 2],
 ) -> Option<CubeTensor<R>> {
     None
 }
@@ -55,7 +57,7 @@ pub(super) fn prefill<R: CubeRuntime>(
     pass: &Pass<R>,
     run: &Run,
     query: &CubeTensor<R>,
-    held: [&CubeHeld<R>; 2],
+    held: [&CubeKvStorage<R>; 2],
 ) -> CubeTensor<R> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = pass.heads;
     let dims = Dims { batch_size: 1, n_heads, n_kv_heads, seq_length: run.tokens, keys: run.keys, head_dim };
@@ -70,17 +72,22 @@ pub(super) fn prefill<R: CubeRuntime>(
 }
 
 /// All keys and values of a run's row as floats, `[1, n_kv_heads, keys, head_dim]` each.
-fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeHeld<R>; 2]) -> [CubeTensor<R>; 2] {
+fn side_by_side<R: CubeRuntime>(
+    pass: &Pass<R>,
+    run: &Run,
+    [keys, values]: [&CubeKvStorage<R>; 2],
+) -> [CubeTensor<R>; 2] {
     let PackedHeads { n_kv_heads, head_dim, .. } = pass.heads;
     let out = [(); 2].map(|()| empty(&pass.qkv, [1, n_kv_heads, run.keys, head_dim], pass.qkv.dtype));
     let mut read = vec![&out[0], &out[1]];
-    // Words of bytes are aligned for two of them.
+    // Words of bytes are aligned to two.
     read.extend([keys, values].into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
     let vector = vector_width(&read, &[head_dim]);
-    // Bytes come in words, of which a vector is not a part.
+    // Bytes come in words, and a vector is at least one word.
     let vector = if keys.is_int8() { vector.max(PACKED) } else { vector };
     let vectors = n_kv_heads * run.keys * head_dim / vector;
-    // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held within the cache.
+    // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held
+    // within the cache.
     unsafe {
         side_by_side_kernel::launch_unchecked(
             &pass.qkv.client,
@@ -107,7 +114,7 @@ fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&Cub
     out
 }
 
-/// A unit copies one vector of the keys and of the values of a row, from its page to where they lie side by side.
+/// A unit copies one vector of a row's keys and values from its page to contiguous memory.
 #[cube(launch_unchecked)]
 fn side_by_side_kernel<F: Float, K: Numeric, I: Int, N: Size, M: Size>(
     keys: &Array<Vector<K, M>>,

@@ -1,26 +1,26 @@
-//! Attention of one token a row where units exchange values through shared memory alone: a unit has the score of a key.
+//! Attention of one token per row without planes: each unit computes the score of a key.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{Bound, CubeHeld, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
+use super::{Bound, CubeKvStorage, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
 use crate::cubecl::reduce::{row_max, row_sum};
 use crate::cubecl::{array, clamp_index, grid, vector_width};
 use crate::masked::MASKED;
 use crate::packed_heads::PackedHeads;
 
-/// Keys of a piece.
+/// Keys per piece.
 const PIECE: u32 = UNITS;
-/// Vectors that a unit reads together.
+/// Vectors that a unit loads together.
 const RUN: u32 = 8;
 
-/// Writes the result, or the pieces of it.
+/// Writes the result, or its pieces.
 pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    [keys, values]: [&CubeHeld<R>; 2],
+    [keys, values]: [&CubeKvStorage<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;
@@ -34,8 +34,9 @@ pub(super) fn attend<R: CubeRuntime>(
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     let vector = vector_width(&[qkv, &keys.stored, &values.stored, partial], &[head_dim]);
-    // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
-    // do not read; positions are held within table and cache. What stands in for statistics is not written.
+    // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value,
+    // which the others do not read; positions are held within table and cache. What stands in for
+    // statistics is not written.
     unsafe {
         units_kernel::launch_unchecked(
             &qkv.client,
@@ -107,7 +108,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let first = piece * PIECE;
     let end = min(first + PIECE, position + 1);
 
-    // Queries, and behind them the new key.
+    // Queries, then the new key.
     let mut placed = SharedMemory::<f32>::new(comptime!((variant.heads + 1) * variant.head_dim));
     let new_key = comptime!((variant.heads * variant.head_dim) as u32);
     let keys_at = row + (sizes.n_heads + kv_head) * head_dim;
@@ -140,7 +141,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let width_u32 = comptime!(width as u32);
     let own_line = cell::<I>(table, cached_row, kv_head, min(own, sizes.keys - 1), sizes);
     if seen {
-        // A run of columns at a time: all its reads before the first product.
+        // Columns in runs: all loads before the first product.
         let run = comptime!(columns.min(RUN));
         for start in range_stepped(0u32, columns, run) {
             let mut key = Array::<Vector<F, N>>::new(comptime!(run as usize));
@@ -165,7 +166,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 }
             }
         }
-        // The new key may not have reached the cache yet.
+        // The new key may not be visible in the cache yet.
         if own == position {
             #[unroll]
             for head in 0..variant.heads {
@@ -194,7 +195,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     }
     sync_cube();
 
-    // Values: a unit has a vector of columns, and every so many keys.
+    // Values: a unit has a vector of columns, and every n-th key.
     let across = comptime!(columns.next_power_of_two());
     let lanes = comptime!(UNITS / across);
     let column = min(UNIT_POS % across, columns - 1);
@@ -215,7 +216,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         #[unroll]
         for i in 0..RUN {
             let key = start + comptime!(i * lanes);
-            // The new value, which may not have reached the cache yet, comes at the end.
+            // The new value, which may not be visible in the cache yet, comes last.
             if key < end && key != position {
                 let value = Vector::<f32, N>::cast_from(value[i as usize]);
                 #[unroll]

@@ -1,4 +1,5 @@
-//! Whole decode steps of models of any shape: one launch for up to eight rows, with weights in f32, bf16, f16 or INT8.
+//! Fused decode steps for models of any shape: one launch for up to eight rows, with weights in
+//! f32, bf16, f16 or INT8.
 
 use std::sync::Mutex;
 
@@ -12,7 +13,7 @@ use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, Tried};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::ActivationKind;
-use crate::ops::cached_attention::{CachedTokens, Held};
+use crate::ops::cached_attention::{CachedTokens, KvStorage};
 use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
 use crate::ops::norm::{Norm, NormKind};
 use crate::packed_heads::PackedHeads;
@@ -20,25 +21,25 @@ use crate::quant::Format;
 use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
-/// Addresses of a layer in the table.
+/// Addresses per layer in the table.
 const POINTERS: usize = 22;
-/// Parameters of a layer up to which steps of eight rows are faster in one launch: of GPT-2's 7 million they are, of Qwen2.5-0.5B's 15 they
-/// are not.
+/// Maximum parameters per layer for which steps of eight rows are faster in one launch: true for
+/// GPT-2's 7 million, false for Qwen2.5-0.5B's 15.
 const FEW_PARAMETERS: usize = 8_000_000;
-/// The rows that the kernel is compiled for.
+/// The row counts that the kernel is compiled for.
 const ROWS: [usize; 4] = [1, 2, 4, 8];
-/// Warps of a block.
+/// Warps per block.
 const WARPS: usize = 16;
-/// Rows that a warp multiplies at a time.
+/// Weight rows that a warp multiplies at a time.
 const TILE: usize = 2;
-/// Bytes that a lane reads at a time.
+/// Bytes that a lane loads at a time.
 const LOAD: usize = 16;
-/// Blocks that share the keys of a kv head at the most.
+/// Maximum blocks that share the keys of a kv head.
 const MOST_SPLITS: usize = 16;
-/// Keys that a window sees, at the most: as many as there can be.
+/// The window without a limit.
 const MOST_WINDOW: usize = 1 << 30;
 
-/// All that the kernel is compiled for, but for the rows.
+/// Compile-time values of the kernel, except for the rows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     n_layers: usize,
@@ -52,23 +53,23 @@ struct Shape {
     window: Option<usize>,
     /// The bits of an f32.
     epsilon: u32,
-    /// How long blocks wait for each other at the most.
+    /// Time limit of waits between blocks.
     wait_seconds: u32,
     layer_norm: bool,
     activation: ActivationKind,
     gated: bool,
-    /// Of activations, and of weights and a cache that are not INT8.
+    /// Dtype of activations, and of weights and cache unless INT8.
     dtype: DType,
-    /// Of weights that are quantized.
+    /// Format of quantized weights.
     format: Option<Format>,
     cache_int8: bool,
-    /// Blocks, one on each multiprocessor.
+    /// Blocks, one per multiprocessor.
     blocks: usize,
-    /// Elements from row to row.
+    /// Row strides, in elements.
     pitches: Pitches,
 }
 
-/// Elements from one row of a matrix to the next.
+/// Row stride of each matrix, in elements.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Pitches {
     qkv: usize,
@@ -82,12 +83,12 @@ struct Pitches {
 }
 
 impl Shape {
-    /// Weights that a lane reads at a time.
+    /// Weights that a lane loads at a time.
     fn together(&self) -> usize {
         if self.format == Some(Format::Int8) { LOAD } else { LOAD / self.dtype.size() }
     }
 
-    /// Blocks that a kv head's keys are cut between at the most, as the source has it.
+    /// Maximum number of blocks that split a kv head's keys, as in the source.
     fn splits(&self, rows: usize) -> usize {
         let chunks = (self.n_heads / self.n_kv_heads).div_ceil(4);
         (self.blocks / (rows * self.n_kv_heads * chunks)).clamp(1, MOST_SPLITS)
@@ -97,7 +98,7 @@ impl Shape {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Words that blocks exchange, as the source counts them.
+    /// Words exchanged between blocks, as counted in the source.
     fn words(&self, rows: usize) -> usize {
         let Self { d_model, n_heads, head_dim, d_ff, blocks, .. } = *self;
         let parts = rows * n_heads * self.splits(rows);
@@ -106,12 +107,13 @@ impl Shape {
         lines + parts * head_dim + parts.next_multiple_of(2)
     }
 
-    /// Rows of a weight that a block owns at the most, of `count` weights in one, shared out by `unit`.
+    /// Maximum weight rows per block, for `count` weights in one, distributed by `unit`.
     fn own(&self, n: usize, count: usize, unit: usize) -> usize {
         count * unit * (n / unit).div_ceil(self.blocks)
     }
 
-    /// Sums of a block's `own` rows of a weight of `k` columns, as the source has them: a number for each warp that shares a row.
+    /// Partial sums of a block's `own` rows of a weight with `k` columns, as in the source: one per
+    /// warp that shares a row.
     fn sums(&self, rows: usize, own: usize, k: usize) -> usize {
         let (tiles, steps) = (own.div_ceil(TILE), (k / self.together()).div_ceil(32));
         let taken = |split: usize| (tiles * split).div_ceil(WARPS) * (steps.div_ceil(split) + 2);
@@ -120,7 +122,7 @@ impl Shape {
         split * own * rows
     }
 
-    /// Bytes of shared memory, as the source counts them.
+    /// Shared memory in bytes, as counted in the source.
     fn shared_bytes(&self, rows: usize) -> usize {
         let Self { d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size, .. } = *self;
         let width = n_heads * head_dim;
@@ -145,19 +147,19 @@ impl Shape {
         layers + 2 * 8 * POINTERS + 16 * of_qkv.max(of_output).max(of_up) + WARPS * 16
     }
 
-    /// The most rows of a step: as many as there is shared memory for, and for which it is faster than one operation after the other, whose
-    /// products of more rows are on tensor cores.
+    /// Maximum rows of a step: limited by shared memory, and by where separate operations, with
+    /// tensor cores, are faster.
     fn most_rows(&self) -> Result<usize, Declined> {
         let Self { d_model, n_heads, head_dim, d_ff, gated, .. } = *self;
         let of_layer = d_model * (self.qkv_rows() + n_heads * head_dim + d_ff * if gated { 3 } else { 2 });
         let most = if of_layer <= FEW_PARAMETERS { 8 } else { 4 };
-        // The source needs the last 16 bytes itself.
+        // The source itself needs the last 16 bytes.
         let fits = |rows: &usize| *rows <= most && self.shared_bytes(*rows) + 16 <= HOPPER_SHARED_BYTES;
         ROWS.into_iter().rfind(fits).ok_or_else(|| Declined::new("the model is too wide for shared memory"))
     }
 }
 
-/// For up to so many rows.
+/// The kernel for up to this many rows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepAnyShape {
     rows: usize,
@@ -234,8 +236,8 @@ impl CudaKernel for DecodeStepAnyShape {
     }
 }
 
-/// Those for a row of GPT-2, a Llama of a billion parameters with a cache in bf16 and in INT8, and a Qwen2 in INT8, by name. With weights and a cache of INT8 both
-/// some spill 20 bytes.
+/// Named kernels for one row of GPT-2, a 1B Llama with a cache in bf16 and in INT8, and an INT8
+/// Qwen2. With both weights and cache in INT8 some spill 20 bytes.
 pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
     let gpt2 = Shape {
         n_layers: 12,
@@ -280,22 +282,23 @@ pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// What is ready for a model and a cache.
+/// The prepared state for a model and a cache.
 pub(super) struct AnyShape<R: CubeRuntime> {
     shape: Shape,
     /// Addresses of each layer's tensors.
     table: CubeTensor<R>,
-    /// The same of what layers share, as the source has them behind the numbers of a step.
+    /// Addresses of shared tensors, following the numbers of a step in the source.
     shared: [u64; 9],
-    /// How far the exchange is, and whether a wait was too long.
+    /// Epoch of the exchange, and whether a wait timed out.
     state: CubeTensor<R>,
-    /// What blocks exchange.
+    /// Exchange buffer of the blocks.
     scratch: CubeTensor<R>,
-    /// Keeps the memory at these addresses.
+    /// Keeps the memory at these addresses alive.
     _held: Vec<Kept>,
 }
 
-/// A matrix whose columns lie one after another; between its rows are `pitch` of what an element has `in_element` of, as between those of others.
+/// A matrix with contiguous columns; the row stride is `pitch` storage units of `in_element`
+/// elements, and equal to that of the others.
 fn with_pitch<R: CubeRuntime>(
     x: CubeTensor<R>,
     name: &str,
@@ -309,13 +312,14 @@ fn with_pitch<R: CubeRuntime>(
     }
     let aligned = (own * x.dtype.size()).is_multiple_of(LOAD) || rows == 1;
     if strides[1] != 1 || !aligned || (*pitch != 0 && *pitch != own * in_element) {
-        return Err(Declined::new(format!("the rows of {name} lie in another way than the kernel reads them")));
+        return Err(Declined::new(format!("the rows of {name} have a layout that the kernel does not read")));
     }
     *pitch = own * in_element;
     Ok(x)
 }
 
-/// What the kernel needs for a model and its caches, if it takes it, and the most rows of a step.
+/// The kernel's prepared state for a model and its caches, if it supports them, with the maximum
+/// rows of a step.
 pub(super) fn plan<R, F, I, BT>(
     DecodePlanned { model, caches }: &DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
 ) -> Result<(AnyShape<R>, usize), Declined>
@@ -330,7 +334,7 @@ where
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let format = format_of(embedding)?;
-    let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, Held::Int8 { .. }));
+    let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, KvStorage::Int8 { .. }));
     let [vocab_size, d_model] = embedding.dims();
     let up_width = first.up.dims()[0];
     let (epsilon, kind) = (final_norm.epsilon, final_norm.kind);
@@ -374,9 +378,9 @@ where
     let mut held = Vec::new();
     let mut pitches = Pitches::default();
     let mut hold = |x: Option<CubeTensor<R>>, name: &str| kept(x, name, &mut held);
-    // Words have several weights.
+    // Words hold several weights.
     let in_element = format.map_or(1, Format::in_word);
-    // Vectors are few: as f32, whatever they are stored in.
+    // Vectors are small: cast to f32, whatever their storage.
     let vector = |x: &Tensor<CubeBackend<R, F, I, BT>, 1>| contiguous(primitive(x.clone().cast(DType::F32)));
     type OfNorm<R> = [Option<CubeTensor<R>>; 2];
     let of_norm = |norm: &Norm<CubeBackend<R, F, I, BT>>, of: NormKind| -> Result<OfNorm<R>, Declined> {
@@ -413,8 +417,8 @@ where
         let mut of_cache = Vec::new();
         for cached in [&cache.keys, &cache.values] {
             let (values, scales) = match cached {
-                Held::Float(floats) if !cache_int8 && floats.dtype() == dtype => (primitive(floats.clone()), None),
-                Held::Int8 { packed, scales } if cache_int8 => {
+                KvStorage::Float(floats) if !cache_int8 && floats.dtype() == dtype => (primitive(floats.clone()), None),
+                KvStorage::Int8 { packed, scales } if cache_int8 => {
                     (packed.clone().into_primitive(), Some(primitive(scales.clone())))
                 }
                 _ => return Err(Declined::new("the caches are not all in INT8, or in the dtype of activations")),
@@ -464,7 +468,7 @@ where
         table: halves::<R, F, I, BT>(addresses, &device),
         shared,
         state: integers::<R, F, I, BT>(vec![0; 64], &device),
-        // No epoch is 0.
+        // Epochs start at 1.
         scratch: integers::<R, F, I, BT>(vec![0; 2 * words.unwrap_or(0)], &device),
         shape,
         _held: held,
@@ -472,7 +476,7 @@ where
     Ok((body, most_rows))
 }
 
-/// One token more of each row.
+/// Processes one more token of each row.
 pub(super) fn decode_step<R, F, I, BT>(
     body: &AnyShape<R>,
     tokens: Tensor<CubeBackend<R, F, I, BT>, 1, burn::tensor::Int>,
@@ -492,27 +496,29 @@ where
     let pages = contiguous(at.pages.clone().into_primitive());
     let hidden = empty(scratch, [rows, shape.d_model], shape.dtype);
     let logits = empty(scratch, [rows, shape.vocab_size], DType::F32);
-    let likeliest = empty(&tokens, [rows], DType::I32);
+    let greedy = empty(&tokens, [rows], DType::I32);
     let following = empty(&positions, [1, rows], DType::I32);
     let kernel = DecodeStepAnyShape { rows: rows.next_power_of_two(), shape: shape.clone() };
     let arguments = || {
-        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &likeliest, &following];
+        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &greedy, &following];
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
         let arguments = arguments.word(rows).word(pages.meta.shape()[1]).word(last_position);
         shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
     };
-    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the distances of their rows are those
-    // that the kernel is compiled for, and that they begin where 16 bytes can be read at once; scales have no gaps; vectors
-    // and tables are f32 by a cast, or checked; it holds the memory at the addresses in its table. The caches are the plan's
-    // own, by the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions to the tables and
-    // the table of pages, and pages are the host's, checked against the caches. The scratch is as large as the source says for
-    // any number of rows, and results have a line for each row. All blocks are resident at once, one on each multiprocessor,
-    // for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
+    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the
+    // distances of their rows are those that the kernel is compiled for, and that they begin where
+    // 16 bytes can be read at once; scales have no gaps; vectors and tables are f32 by a cast, or
+    // checked; it holds the memory at the addresses in its table. The caches are the plan's own, by
+    // the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions
+    // to the tables and the table of pages, and pages are the host's, checked against the caches.
+    // The scratch is as large as the source says for any number of rows, and results have a line
+    // for each row. All blocks are resident at once, one on each multiprocessor, for which there is
+    // shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
     // families on CUDA, and by compute-sanitizer.
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;
-    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(likeliest);
+    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(greedy);
     let predicted = Predicted { logits: float(logits), tokens: next.clone().reshape([1, rows]), next, drawn: false };
     let positions = Some([at.positions.clone(), Tensor::from_primitive(following)]);
     Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), positions })

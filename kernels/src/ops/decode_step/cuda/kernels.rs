@@ -1,5 +1,6 @@
-//! The kernels of whole decode steps: one for few rows, of which each warp multiplies a slice of all weights of its block, one for
-//! many, by clusters of two blocks that have half of the columns each, and one for large batches, by `wgmma`.
+//! The kernels of fused decode steps: one for few rows, where each warp multiplies a slice of its
+//! block's weights; one for many rows, with clusters of two blocks that split the columns; and one
+//! for large batches, with `wgmma`.
 
 use std::sync::Mutex;
 
@@ -8,34 +9,34 @@ use crate::cuda::{self, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::head_sample::draw_source;
 use crate::quant::Format;
 
-/// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
+/// Columns that the warps of a block process together; row lengths are multiples of it.
 pub(super) const SLICE: usize = 1024;
 pub(super) const HEAD_DIM: usize = 128;
 pub(super) const PAGE_TOKENS: usize = 64;
-/// The most rows of the kernel for few.
+/// Maximum rows of the kernel for few rows.
 pub(super) const FEW_ROWS: usize = 4;
-/// The most rows whose tokens it draws, too. With four what is compiled for it makes all else 4% slower.
+/// Maximum rows that it also samples for. Compiled for four, everything else becomes 4% slower.
 pub(super) const DRAWN_ROWS: usize = 2;
-/// The most steps of a launch for few rows: what is between two launches then costs a hundredth of a step.
+/// Maximum steps per launch for few rows: the gap between launches is then a hundredth of a step.
 pub(super) const MOST_STEPS: usize = 8;
-/// The most blocks of the kernel for few rows.
+/// Maximum blocks of the kernel for few rows.
 pub(super) const MOST_BLOCKS: u32 = 256;
-/// The rows that the kernel for many is compiled for.
+/// The row counts that the kernel for many rows is compiled for.
 pub(super) const MANY: [usize; 3] = [8, 16, 32];
-/// The rows that the kernel for large batches is compiled for.
+/// The row counts that the kernel for large batches is compiled for.
 pub(super) const LARGE: [usize; 3] = [64, 96, MOST_ROWS];
-/// The most rows of a step.
+/// Maximum rows of a step.
 pub(super) const MOST_ROWS: usize = 128;
-/// Blocks of the kernels for many rows and large batches, and the clusters that they make.
+/// Blocks of the kernels for many rows and large batches, and their clusters.
 pub(super) const BLOCKS: u32 = 128;
 const CLUSTERS: usize = 64;
-/// Bytes of a stage, and of a row of 64 columns.
+/// Bytes per stage, and per row of 64 columns.
 const STAGE: usize = 16 << 10;
 const GROUP_BYTES: usize = 128;
 
-/// Groups of a block's logits, of each row: a warp's are one.
+/// Groups of a block's logits per row: one per warp.
 const GROUPS: usize = 16;
-/// Bytes of a group.
+/// Bytes per group.
 const GROUP_OF_LOGITS: usize = 12;
 
 /// The sizes of a model.
@@ -48,17 +49,17 @@ pub(super) struct Sizes {
     pub(super) d_ff: usize,
     /// The bits of an f32.
     pub(super) epsilon: u32,
-    /// How long blocks wait for each other at the most.
+    /// Time limit of waits between blocks.
     pub(super) wait_seconds: u32,
 }
 
 impl Sizes {
-    /// Of queries, keys and values together.
+    /// Rows of the joint query, key and value projection.
     pub(super) fn qkv_rows(&self) -> usize {
         (self.n_heads + 2 * self.n_kv_heads) * HEAD_DIM
     }
 
-    /// What draws in a step's own launch: by the barrier of the warps that multiply.
+    /// The kernel's sampling, with the barrier of the multiplying warps.
     fn draw_rows() -> String {
         draw_source(3, MOST_BLOCKS as usize * GROUPS) + include_str!("sm90/draw_rows.cuh")
     }
@@ -90,13 +91,13 @@ impl Sizes {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepFewRows {
     pub(super) rows: usize,
-    /// Of weights that are quantized; others are bf16.
+    /// Format of quantized weights; others are bf16.
     pub(super) format: Option<Format>,
     pub(super) sizes: Sizes,
 }
 
 impl DecodeStepFewRows {
-    /// Eight-byte words that blocks exchange, as the source counts them.
+    /// Eight-byte words exchanged between blocks, as counted in the source.
     pub(super) fn words(&self) -> usize {
         let Sizes { d_model, n_heads, d_ff, .. } = self.sizes;
         let (copies, splits) = (2, 16 / self.rows);
@@ -111,7 +112,8 @@ impl DecodeStepFewRows {
 
 impl CudaKernel for DecodeStepFewRows {
     fn threads(&self) -> u32 {
-        // Four warpgroups multiply; of the fifth, some warps add up, one brings, and the rest only give up registers.
+        // Four warpgroups multiply; in the fifth, some warps sum, one loads, and the rest only
+        // release registers.
         32 * 20
     }
 
@@ -133,7 +135,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 }
 
-/// For up to 32, of weights in bf16.
+/// For up to 32 rows, with weights in bf16.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepManyRows {
     pub(super) rows: usize,
@@ -141,7 +143,7 @@ pub(super) struct DecodeStepManyRows {
 }
 
 impl DecodeStepManyRows {
-    /// Four-byte words that blocks exchange, as the source counts them: three sets.
+    /// Four-byte words exchanged between blocks, as counted in the source: three sets.
     pub(super) fn words(&self) -> usize {
         let Sizes { d_model, n_heads, n_kv_heads, d_ff, .. } = self.sizes;
         let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2 + self.sizes.qkv_rows() / 2;
@@ -149,7 +151,8 @@ impl DecodeStepManyRows {
         3 * (self.rows * exchanged + pieces).next_multiple_of(512)
     }
 
-    /// What is read at a time of a weight of `rows`: groups of 64 columns, and rows of each.
+    /// The box loaded at a time of a weight with `rows` rows: groups of 64 columns, and rows of
+    /// each.
     pub(super) fn weight_box(rows: usize) -> [usize; 2] {
         let own = rows / CLUSTERS;
         [STAGE / (own * GROUP_BYTES), own]
@@ -179,7 +182,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 }
 
-/// For more, up to [`MOST_ROWS`], of weights in bf16.
+/// For more rows, up to [`MOST_ROWS`], with weights in bf16.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepLargeBatch {
     pub(super) rows: usize,
@@ -187,8 +190,8 @@ pub(super) struct DecodeStepLargeBatch {
 }
 
 impl DecodeStepLargeBatch {
-    /// Where in the words that blocks exchange the inputs of products begin, and their columns: of queries, keys and values and of gate and
-    /// up, of the output projection, of the down projection.
+    /// Offsets in the exchange buffer of the products' inputs, and their columns: of QKV and
+    /// gate-up, of the output projection, of the down projection.
     pub(super) fn inputs(&self) -> [(usize, usize); 3] {
         let Sizes { d_model, n_heads, d_ff, .. } = self.sizes;
         let mut at = 0;
@@ -199,7 +202,7 @@ impl DecodeStepLargeBatch {
         })
     }
 
-    /// Four-byte words that blocks exchange, as the source counts them.
+    /// Four-byte words exchanged between blocks, as counted in the source.
     pub(super) fn words(&self) -> usize {
         let [.., (at, d_ff)] = self.inputs();
         let of_row = d_ff / 2 + self.sizes.qkv_rows() / 2 + CLUSTERS;
@@ -207,7 +210,8 @@ impl DecodeStepLargeBatch {
         at + self.rows * of_row + BLOCKS as usize * piece * 2 + 4 * BLOCKS as usize
     }
 
-    /// What a block reads at a time of such an input: a group of 64 columns, and half of the rows.
+    /// The box that a block loads at a time of such an input: a group of 64 columns, and half of
+    /// the rows.
     pub(super) fn input_box(&self) -> [usize; 2] {
         [1, self.rows / 2]
     }
@@ -236,7 +240,8 @@ impl CudaKernel for DecodeStepLargeBatch {
     }
 }
 
-/// The kernels for many rows and large batches in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes; those for a row of any shape.
+/// The kernels for many rows and large batches in the sizes of Qwen3-0.6B, and in minimum and
+/// intermediate sizes of a plan; those for one row of any shape.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let sizes = |(n_heads, d_ff)| {
         let epsilon = 1e-6f32.to_bits();

@@ -1,4 +1,5 @@
-//! Whole decode steps for Hopper, in CUDA C++: kernels for models of one width, and one for models of any shape.
+//! Fused decode steps for Hopper in CUDA C++: kernels for models of one width, and one for models
+//! of any shape.
 
 mod any_shape;
 mod kernels;
@@ -22,18 +23,18 @@ use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decode
 use crate::checked::Checked;
 use crate::cubecl::assert_reachable;
 use crate::cuda::{self, Arch, Arguments, CudaKernel};
-use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
+use crate::ops::head_sample::cubecl::sampling_params::{SamplingParams, own_counts};
 use crate::ops::weight::cubecl::{CubeQuantized, cube_quantized};
 use crate::quant::{Format, Reader, Weight};
 use crate::tensor::primitive;
 
-/// Where the state's second word begins, in bytes: whether a wait was too long.
+/// Byte offset of the state's second word: whether a wait timed out.
 const AT_ERROR: usize = 4;
 
-/// What keeps the memory of a tensor whose address a kernel has.
+/// Keeps a tensor's memory alive while a kernel has its address.
 type Kept = Box<dyn Any + Send>;
 
-/// The format of a model's matrices, which is that of its embedding, if kernels of decode steps read it.
+/// The format of a model's matrices, that of its embedding, if decode kernels support it.
 fn format_of<B: Backend>(embedding: &Weight<B>) -> Result<Option<Format>, Declined> {
     match embedding.format() {
         Some(format) if !format.is_read_by(Reader::DecodeStep) => {
@@ -43,7 +44,7 @@ fn format_of<B: Backend>(embedding: &Weight<B>) -> Result<Option<Format>, Declin
     }
 }
 
-/// A matrix in `dtype`, or the words and scales of one that is quantized in `format`.
+/// A matrix in `dtype`, or words and scales quantized in `format`.
 fn matrix<R, F, I, BT>(
     weight: &Weight<CubeBackend<R, F, I, BT>>,
     name: &str,
@@ -60,20 +61,20 @@ where
         (Weight::Float(weight), None) if weight.dtype() == dtype => Ok((primitive(weight.clone()), None)),
         (Weight::Quantized(weight), Some(format)) if weight.format == format => {
             let CubeQuantized { packed, scales, .. } = cube_quantized(weight.clone());
-            Ok((packed, Some(scales)))
+            Ok((packed, scales))
         }
         (_, Some(format)) => Err(Declined::new(format!("{name} is not {}, as the embedding is", format.name()))),
         (_, None) => Err(Declined::new(format!("{name} is not {}, as activations are", dtype.name()))),
     }
 }
 
-/// A tensor whose elements lie one after another from an address of 16 bytes on.
+/// A contiguous tensor, aligned to 16 bytes.
 fn packed<R: CubeRuntime>(x: CubeTensor<R>, name: &str) -> Result<CubeTensor<R>, Declined> {
     let packed = x.is_contiguous() && x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
     if packed { Ok(x) } else { Err(Declined::new(format!("{name} has gaps"))) }
 }
 
-/// The address of a tensor, and what keeps its memory.
+/// The address of a tensor, and the owner of its memory.
 fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Kept), Declined> {
     assert_reachable(x);
     let client: &dyn Any = &x.client;
@@ -86,7 +87,7 @@ fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Kept), Declined> {
     Ok((address, Box::new(resource)))
 }
 
-/// The cosines and sines that all blocks rotate by, if they rotate.
+/// The cosines and sines of all blocks, if they rotate.
 fn angles<R, F, I, BT>(blocks: &[DecodeBlock<CubeBackend<R, F, I, BT>>]) -> Result<Option<[CubeTensor<R>; 2]>, Declined>
 where
     R: CubeRuntime,
@@ -98,7 +99,7 @@ where
         let table = block.placement.rotary.as_ref();
         table.map(|table| [&table.cos, &table.sin].map(|x| primitive(x.clone())))
     };
-    // Where a table lies, and how.
+    // Address and layout of a table.
     let place =
         |x: &CubeTensor<R>| Ok::<_, Declined>((address(x)?.0, x.meta.shape().to_vec(), x.meta.strides().to_vec()));
     let Some(first) = blocks.first() else { return Ok(None) };
@@ -117,7 +118,7 @@ where
     Ok(angles)
 }
 
-/// The address of what a tensor holds, or 0 of what there is not; its memory is kept with others.
+/// The address of an optional tensor, or 0; its memory is kept alive with others.
 fn kept<R: CubeRuntime>(x: Option<CubeTensor<R>>, name: &str, held: &mut Vec<Kept>) -> Result<u64, Declined> {
     let Some(x) = x else { return Ok(0) };
     let (address, kept) = address(&x)?;
@@ -141,7 +142,7 @@ where
     Tensor::<CubeBackend<R, F, I, BT>, 1, Int>::from_data(data, (device, DType::I32)).into_primitive()
 }
 
-/// Words of 64 bits on the device.
+/// 64-bit words on the device.
 fn halves<R, F, I, BT>(words: Vec<u64>, device: &R::Device) -> CubeTensor<R>
 where
     R: CubeRuntime,
@@ -153,7 +154,7 @@ where
     integers::<R, F, I, BT>(halves.collect(), device)
 }
 
-/// Makes a kernel ready for a model and its caches, if there is one that takes them.
+/// Prepares a kernel for a model and its caches, if one supports them.
 pub(super) fn plan<R, F, I, BT>(
     planned: Checked<DecodePlanned<'_, CubeBackend<R, F, I, BT>>>,
 ) -> Result<DecodeBody, Declined>
@@ -166,7 +167,7 @@ where
     let planned = planned.into_inner();
     let on_device = primitive(planned.model.final_norm.gamma.clone());
     if !cuda::takes(&on_device, Arch::Sm90) {
-        return Err(Declined::new("the device is none of compute capability 9.0"));
+        return Err(Declined::new("the device's compute capability is not 9.0"));
     }
     let made = cuda::in_context(&on_device, || {
         if let Ok((body, most_rows)) = width_1024::plan(&planned) {
@@ -179,12 +180,12 @@ where
     let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
     if let Err(reason) = &made {
         static TOLD: Once = Once::new();
-        TOLD.call_once(|| eprintln!("note: decoding runs operation by operation, not in one launch a step: {reason}"));
+        TOLD.call_once(|| eprintln!("note: decoding runs one kernel per operation instead of one per step: {reason}"));
     }
     made
 }
 
-/// One token more of each row.
+/// Processes one more token of each row.
 pub(super) fn decode_step<R, F, I, BT>(
     operands: Checked<DecodeStep<'_, CubeBackend<R, F, I, BT>>>,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
@@ -201,7 +202,7 @@ where
     }
     let body = &plan.body;
     if let Some(width_1024) = body.body.downcast_ref::<Width1024<R>>() {
-        // More rows draw in a launch of their own.
+        // More rows sample in a separate launch.
         let draw = draw.filter(|_| at.rows.len() <= kernels::DRAWN_ROWS);
         let draws = Draws::new(draw, &primitive(plan.model.final_norm.gamma.clone()))?;
         return width_1024::decode_step(width_1024, tokens, at, draws, ahead, last_position);
@@ -210,14 +211,14 @@ where
     any_shape::decode_step(body, tokens, at, last_position)
 }
 
-/// How the rows of a step draw, on the device.
+/// Sampling parameters of a step's rows, on the device.
 struct Draws<R: CubeRuntime> {
-    /// Streams, lines, numbers, and the counts of texts: anything, where none draws.
+    /// Streams, lines, numbers, and token counts; arbitrary if no row samples.
     pointers: [CubeTensor<R>; 6],
-    /// Whether any does.
+    /// Whether any row samples.
     some: bool,
-    /// Lines of counts.
-    texts: usize,
+    /// Number of lines of counts.
+    n_lines: usize,
 }
 
 impl<R: CubeRuntime> Draws<R> {
@@ -227,25 +228,27 @@ impl<R: CubeRuntime> Draws<R> {
     ) -> Result<Self, Declined> {
         let none = || anything.clone();
         let Some(StepDraw { rows, counts }) = draw else {
-            return Ok(Self { pointers: [(); 6].map(|()| none()), some: false, texts: 0 });
+            return Ok(Self { pointers: [(); 6].map(|()| none()), some: false, n_lines: 0 });
         };
-        let (Ways { streams, lines, numbers, .. }, counts) = (Ways::new(rows), counts.map(own_counts));
+        let (SamplingParams { streams, lines, numbers, .. }, counts) =
+            (SamplingParams::new(rows), counts.map(own_counts));
         if [&streams, &lines].iter().any(|x| x.dtype != DType::I32) {
             return Err(Declined::new("streams and lines are not integers of 32 bits"));
         }
-        let texts = counts.as_ref().map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
+        let n_lines = counts.as_ref().map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
         let [prompt, written, bias] = counts.unwrap_or_else(|| [(); 3].map(|()| none()));
-        Ok(Self { pointers: [streams, lines, numbers, prompt, written, bias], some: true, texts })
+        Ok(Self { pointers: [streams, lines, numbers, prompt, written, bias], some: true, n_lines })
     }
 
-    /// With whether they do, and how many lines of counts there are.
+    /// With whether they sample, and the number of lines of counts.
     fn words(&self, arguments: Arguments) -> Arguments {
-        arguments.word(self.some.into()).word(self.texts)
+        arguments.word(self.some.into()).word(self.n_lines)
     }
 }
 
-/// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would. So does its
-/// `state`, which says whether a wait was too long: its blocks may not all be resident.
+/// Launches a kernel. The first step of its kind is also its trial, since a repetition would write
+/// the same. The same holds for its `state`, which says whether a wait timed out: its blocks may
+/// not all be resident.
 fn launch_tried<R: CubeRuntime>(
     state: &CubeTensor<R>,
     kernel: &impl CudaKernel,
@@ -262,11 +265,11 @@ fn launch_tried<R: CubeRuntime>(
             Err(error) => return Some(error.to_string()),
         };
         let error = words.get(AT_ERROR..AT_ERROR + 4)?;
-        error.iter().any(|byte| *byte != 0).then(|| "its blocks waited too long for each other".to_string())
+        error.iter().any(|byte| *byte != 0).then(|| "its blocks timed out waiting for each other".to_string())
     };
-    let works = cuda::works_without(state, kernel, "decoding runs operation by operation", probe, fault);
+    let works = cuda::works_without(state, kernel, "decoding runs one kernel per operation", probe, fault);
     if !works {
-        return Err(Declined::new("the kernel does not run here"));
+        return Err(Declined::new("the kernel failed its trial run"));
     }
     if !first {
         launch();

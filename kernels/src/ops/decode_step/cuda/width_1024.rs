@@ -1,5 +1,6 @@
-//! Whole decode steps of models of 1,024 columns with heads of 128, two to a key head: one launch for up to 128 rows with weights in bf16,
-//! for up to four in bf16 or INT8 with the head in it.
+//! Fused decode steps for models of 1,024 columns with heads of 128, two per key head: one launch
+//! for up to 128 rows with bf16 weights; for up to four rows in bf16 or INT8, the launch includes
+//! the output head.
 
 use std::any::Any;
 
@@ -17,51 +18,52 @@ use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, blocks_map, grouped_map};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::{Activation, ActivationKind};
-use crate::ops::cached_attention::{CachedTokens, Held};
-use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted, StepsAhead};
+use crate::ops::cached_attention::{CachedTokens, KvStorage};
+use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, MultiStep, Predicted};
 use crate::ops::norm::{Norm, NormKind};
 use crate::packed_heads::PackedHeads;
 use crate::quant::Format;
 use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
-/// Tokens of a page that are read at a time.
+/// Tokens of a page loaded at a time.
 const BLOCK_TOKENS: usize = 16;
-/// Addresses of a block in the table.
+/// Addresses per block in the table.
 const POINTERS: usize = 10;
-/// Of its scales, with those of the embedding and the head.
+/// Addresses of its scales, with those of embedding and head.
 const SCALES: usize = 6;
 
-/// What is ready for a model and a cache.
+/// The prepared state for a model and a cache.
 pub(super) struct Width1024<R: CubeRuntime> {
     sizes: Sizes,
-    /// Of weights that are quantized.
+    /// Format of quantized weights.
     format: Option<Format>,
-    /// Of the kernel for few rows.
+    /// Maximum rows of the kernel for few rows.
     blocks: u32,
     /// Addresses of each block's tensors.
     table: CubeTensor<R>,
-    /// How the kernels for many rows and large batches read them by TMA.
+    /// TMA maps of the kernels for many rows and large batches.
     maps: CubeTensor<R>,
     embedding: CubeTensor<R>,
     head: CubeTensor<R>,
-    /// Where the addresses of scales are, if weights are quantized.
+    /// The table of scales, if weights are quantized.
     scales: usize,
     final_norm: CubeTensor<R>,
     cos: CubeTensor<R>,
     sin: CubeTensor<R>,
-    /// How far the exchange is, and whether a wait was too long.
+    /// Epoch of the exchange, and whether a wait timed out.
     state: CubeTensor<R>,
-    /// Words that blocks exchange: of few rows, and of each number of many.
+    /// Exchange buffers: for few rows, and for each number of many rows.
     few: CubeTensor<R>,
     many: Vec<CubeTensor<R>>,
-    /// The same of large batches, which read inputs of products there by TMA, each with its maps.
+    /// Exchange buffers of large batches, read by TMA, with their maps.
     large: Vec<[CubeTensor<R>; 2]>,
-    /// Keeps the memory at these addresses.
+    /// Keeps the memory at these addresses alive.
     _held: Vec<Box<dyn Any + Send>>,
 }
 
-/// What the kernels need for a model and its caches, if they take it, and the most rows of a step.
+/// The kernels' prepared state for a model and its caches, if they support them, with the maximum
+/// rows of a step.
 pub(super) fn plan<R, F, I, BT>(
     DecodePlanned { model, caches }: &DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
 ) -> Result<(Width1024<R>, usize), Declined>
@@ -102,7 +104,7 @@ where
         ("d_model", d_model == SLICE),
         ("head_dim", head_dim == HEAD_DIM),
         ("n_heads", (n_heads * HEAD_DIM).is_multiple_of(SLICE) && n_heads == 2 * n_kv_heads && n_kv_heads <= 8),
-        // As many of each as the kernels have registers for.
+        // Limited by the kernels' registers.
         ("d_ff", d_ff.is_multiple_of(SLICE) && d_ff <= 3 * SLICE),
         ("the cache's pages", page_tokens == PAGE_TOKENS),
         ("the widths of the blocks", blocks.iter().all(|block| block.up.dims()[0] == 2 * d_ff)),
@@ -130,7 +132,7 @@ where
     let no_map = |error| Declined::new(format!("no tensor map: {error}"));
     let gamma = |norm: &Norm<CubeBackend<R, F, I, BT>>| {
         let fits = norm.kind == NormKind::RmsNorm && norm.beta.is_none() && norm.epsilon == epsilon;
-        // Of 16-bit checkpoints it loses nothing.
+        // Lossless for 16-bit checkpoints.
         let halves = || primitive(norm.gamma.clone().cast(DType::BF16));
         fits.then(halves).ok_or_else(|| Declined::new("norms are not RMS norms of one epsilon"))
     };
@@ -149,7 +151,7 @@ where
             addresses.push(at);
             scales_at.push(hold(scales, name)?);
             if !quantized {
-                // Gate and up are read apart from each other.
+                // Gate and up are read separately.
                 let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
                 maps.extend(grouped_map(at, [rows, columns], tile).map_err(no_map)?);
             }
@@ -161,7 +163,7 @@ where
         let mut cached = Vec::new();
         for part in [&cache.keys, &cache.values] {
             match part {
-                Held::Float(floats) if floats.dtype() == DType::BF16 => {
+                KvStorage::Float(floats) if floats.dtype() == DType::BF16 => {
                     let rows: usize = floats.dims()[..3].iter().product();
                     cached.push((hold(Some(primitive(floats.clone())), "the cache")?, rows));
                 }
@@ -169,7 +171,7 @@ where
             }
         }
         addresses.extend(cached.iter().map(|(at, _)| at));
-        // A page's beginning, and all of it.
+        // The start of a page, and all of it.
         for tokens in [BLOCK_TOKENS, PAGE_TOKENS] {
             for (at, rows) in &cached {
                 let map = blocks_map(*at, [*rows, HEAD_DIM], tokens / BLOCK_TOKENS);
@@ -190,7 +192,7 @@ where
     };
     let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, format, sizes: sizes.clone() }.words());
     let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
-    // All bits of a word that is not there yet are ones.
+    // A word that has not arrived yet has all bits set.
     let many = MANY.into_iter().filter(|_| !quantized);
     let many = many.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
     let many: Vec<Vec<i32>> = many.collect();
@@ -244,19 +246,19 @@ where
     Ok((body, most_rows))
 }
 
-/// The most steps of a launch.
+/// Maximum steps per launch.
 pub(super) fn most_steps(rows: usize, draws: bool) -> usize {
     let most_rows = if draws { DRAWN_ROWS } else { FEW_ROWS };
     if rows <= most_rows { MOST_STEPS } else { 1 }
 }
 
-/// One token more of each row, so many times.
+/// Processes one more token of each row, `steps` times.
 pub(super) fn decode_step<R, F, I, BT>(
     body: &Width1024<R>,
     tokens: Tensor<CubeBackend<R, F, I, BT>, 1, Int>,
     at: &CachedTokens<CubeBackend<R, F, I, BT>>,
     draws: Draws<R>,
-    StepsAhead { steps, ends }: StepsAhead<'_, CubeBackend<R, F, I, BT>>,
+    MultiStep { steps, stop_tokens }: MultiStep<'_, CubeBackend<R, F, I, BT>>,
     last_position: usize,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
@@ -280,25 +282,27 @@ where
         arguments.word(body.scales).word(last_position)
     };
     let sizes = body.sizes.clone();
-    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of
-    // the sizes that the kernels are compiled for, and holds the memory at the addresses in its tables. The caches are the
-    // plan's own, by the operands' check. Tokens are clamped to the vocabulary, positions to the rotary table and the table of
-    // pages; pages are the host's, checked against the caches, and there are no more rows than the plan takes. Results have a
-    // line for each row, as has what rows draw by, whose lines of counts the operands checked, too; words that blocks exchange
-    // are as many as the sources count, and launches of one plan, which share them, come one after another on one stream. All
-    // blocks are resident at once: one on each multiprocessor, for which there is shared memory, and clusters of two on pairs
-    // of them; were they not, waits would end.
+    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and
+    // caches bf16, without gaps, and of the sizes that the kernels are compiled for, and holds the
+    // memory at the addresses in its tables. The caches are the plan's own, by the operands' check.
+    // Tokens are clamped to the vocabulary, positions to the rotary table and the table of pages;
+    // pages are the host's, checked against the caches, and there are no more rows than the plan
+    // takes. Results have a line for each row, as has what rows draw by, whose lines of counts the
+    // operands checked, too; words that blocks exchange are as many as the sources count, and
+    // launches of one plan, which share them, come one after another on one stream. All blocks are
+    // resident at once: one on each multiprocessor, for which there is shared memory, and clusters
+    // of two on pairs of them; were they not, waits would end.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), format: body.format, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);
         let [next, reached, following] = [(); 3].map(|()| empty(&tokens, [1, rows], DType::I32));
         let all_tokens = empty(&tokens, [steps, rows], DType::I32);
-        let ends = ends.map(|ends| contiguous(ends.clone().into_primitive()));
-        let ends_a_row = ends.as_ref().map_or(0, |ends| ends.meta.shape()[1]);
+        let stop_tokens = stop_tokens.map(|stop_tokens| contiguous(stop_tokens.clone().into_primitive()));
+        let ends_a_row = stop_tokens.as_ref().map_or(0, |stop_tokens| stop_tokens.meta.shape()[1]);
         let arguments = || {
             let arguments = all(Arguments::default().pointer(&body.table), &body.few);
             let of_head =
-                [&body.head, &logits, &all_tokens, &next, &reached, &following, ends.as_ref().unwrap_or(&next)];
+                [&body.head, &logits, &all_tokens, &next, &reached, &following, stop_tokens.as_ref().unwrap_or(&next)];
             let pointers = of_head.into_iter().chain(&draws.pointers);
             draws.words(pointers.fold(arguments, Arguments::pointer)).word(steps).word(ends_a_row)
         };

@@ -1,14 +1,15 @@
-//! The gradient of a table of many tokens, by a chain (a linked list) of rows for each token.
+//! The gradient of a table of many tokens, with a linked list (chain) of rows per token.
 //!
 //! ```text
-//! chain_kernel          first[token] = row + 1, next[row] = what was there before     (one atomic exchange a row)
-//! sum_chained_kernel    a cube: CHAINS tokens; follows each chain, sorts it, adds its rows
+//! chain_kernel          first[token] = row + 1, next[row] = the previous first       (one atomic exchange per row)
+//! sum_chained_kernel    a cube: CHAINS tokens; follows each chain, sorts it, sums its rows
 //! ```
 //!
-//! A cube's tokens are far apart: a tokenizer gives those that are frequent, whose chains are long, numbers close to each other.
+//! A cube's tokens are far apart: tokenizers number frequent tokens, whose chains are long, close
+//! to each other.
 //!
-//! A chain's order depends on which unit came first; sorted, the sum does not. The rows of a chain too long to keep are looked for
-//! among all.
+//! A chain's order depends on timing; after sorting, the sum does not. The rows of a chain that is
+//! too long are searched among all rows.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -19,16 +20,17 @@ use cubecl::prelude::*;
 use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, listed, sum_up_to};
 use crate::cubecl::{array, empty, grid};
 
-/// Tokens that a cube follows the chains of.
+/// Tokens per cube.
 const CHAINS: u32 = 4;
-/// Units side by side in a row, at the most: the others share out the rows of a long chain.
+/// Maximum units along a row: the others share the rows of a long chain.
 const ACROSS: usize = 64;
-/// Rows of a chain that it keeps; those of a longer one it looks for among all rows.
+/// Maximum rows of a stored chain; the rows of longer ones are searched.
 const CHAINED: u32 = 64;
-/// Rows that it looks through at a time, [`LOADS`] a unit.
+/// Rows searched at a time, [`LOADS`] per unit.
 const SEARCHED: u32 = LOADS * UNITS;
 
-/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`, or added to what it has.
+/// Sums the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary,
+/// d_model]`, or adds to it.
 pub(super) fn sum_chained<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,
@@ -57,7 +59,8 @@ pub(super) fn sum_chained<R: CubeRuntime>(
     }
     let columns = d_model / vector;
     let across = columns.next_power_of_two().min(ACROSS);
-    // SAFETY: a cube writes rows of its own tokens only, in its own columns; chains hold numbers of rows.
+    // SAFETY: a cube writes rows of its own tokens only, in its own columns; chains hold numbers of
+    // rows.
     unsafe {
         sum_chained_kernel::launch_unchecked(
             &grad.client,
@@ -79,7 +82,7 @@ pub(super) fn sum_chained<R: CubeRuntime>(
     }
 }
 
-/// Puts each row at the head of its token's chain. Numbers in chains are by one larger than a row's, and zero ends one.
+/// Prepends each row to its token's chain. Entries are row numbers plus one; zero ends a chain.
 #[cube(launch_unchecked)]
 fn chain_kernel<I: Int>(
     tokens: &Array<I>,
@@ -95,8 +98,8 @@ fn chain_kernel<I: Int>(
     }
 }
 
-/// A cube sees to [`CHAINS`] tokens and `across` vectors of columns, its units `across` columns wide and as many deep as
-/// there are left.
+/// A cube processes [`CHAINS`] tokens and `across` vectors of columns, with its units `across` wide
+/// and the rest along the rows.
 #[cube(launch_unchecked)]
 fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     grad: &Array<Vector<F, N>>,
@@ -136,7 +139,8 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     }
     sync_cube();
 
-    // The first rows of all tokens that a lane has are read at once, and then the second ones; not many have a third.
+    // The first rows of all tokens of a lane are loaded at once, then the second ones; few have a
+    // third.
     let each = comptime!(CHAINS.div_ceil(lanes) as usize);
     let mut totals = Array::<Vector<f32, N>>::new(each);
     #[unroll]
@@ -169,7 +173,7 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
                 }
                 let place = (token * sizes.columns + column) as usize;
                 if comptime!(adds) {
-                    // Tokens without rows keep what they have.
+                    // Tokens without rows keep their gradient.
                     if length > 0 {
                         out[place] = Vector::cast_from(Vector::<f32, N>::cast_from(out[place]) + sum);
                     }
@@ -201,8 +205,8 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     }
 }
 
-/// Follows a chain, and puts its rows in falling order from `base` on; how many they are, or more than [`CHAINED`] if
-/// they are more.
+/// Follows a chain and stores its rows in descending order from `base` on. Returns their number, or
+/// more than [`CHAINED`] if there are more.
 #[cube]
 fn in_order(first: u32, next: &Array<u32>, chains: &mut SharedMemory<u32>, base: u32) -> u32 {
     let mut length = 0u32;
@@ -211,7 +215,7 @@ fn in_order(first: u32, next: &Array<u32>, chains: &mut SharedMemory<u32>, base:
         let row = at - 1;
         at = next[row as usize];
         let mut place = base + length;
-        // The first comparison is with itself where there is none before.
+        // The first comparison is with itself, without a predecessor.
         while place > base && chains[(max(place, base + 1) - 1) as usize] < row {
             chains[place as usize] = chains[(place - 1) as usize];
             place -= 1;
@@ -225,7 +229,7 @@ fn in_order(first: u32, next: &Array<u32>, chains: &mut SharedMemory<u32>, base:
     length
 }
 
-/// Rows of a token among [`SEARCHED`] from `start` on, in their order: how many are `found`.
+/// The rows of a token among [`SEARCHED`] from `start` on, in order; their number is `found`.
 #[cube]
 fn search<I: Int>(tokens: &Array<I>, token: u32, start: u32, sizes: &Sizes, found: &mut SharedMemory<u32>) -> u32 {
     let first = start + UNIT_POS * LOADS;

@@ -1,7 +1,7 @@
 //! Lookup and its gradient in CubeCL.
 //!
-//! The gradient of a table adds up each token's rows in an order that does not depend on which unit comes first: along
-//! chains of rows ([`chained`]), or, where there are few tokens or many rows for each, after the rows were sorted
+//! The table's gradient sums each token's rows in a deterministic order: along chains of rows
+//! ([`chained`]), or after sorting the rows if there are few tokens or many rows per token
 //! ([`sorted`]).
 
 mod chained;
@@ -23,12 +23,12 @@ use crate::quant::{Reader, Weight};
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
-/// Tables of more tokens have their rows chained, unless there are [`MANY_ROWS`] a token.
+/// Larger vocabularies use chains, unless there are [`MANY_ROWS`] per token.
 const FEW_TOKENS: usize = 512;
 const MANY_ROWS: usize = 32;
 /// Rows that a unit loads at once.
 const LOADS: u32 = 8;
-/// Vectors that a unit looks up, all of them before it writes the first.
+/// Vectors that a unit looks up, all before it writes the first.
 const LOOKUPS: u32 = 4;
 
 impl<R, F, I, BT> EmbedOps for CubeBackend<R, F, I, BT>
@@ -54,6 +54,10 @@ where
                     None => rows,
                 }
             }
+            stacked @ Weight::Stacked(_) => {
+                let tokens = Tensor::from_primitive(tokens);
+                reference::embed_forward(EmbedForward { table: stacked, tokens, dtype, added })
+            }
         }
     }
 
@@ -63,8 +67,8 @@ where
     }
 }
 
-/// Rows of `table` as `tokens` `[batch_size, seq_length]` name them, added to `x` where there is one, which must be of
-/// `dtype`, too: `[batch_size, seq_length, d_model]` of `dtype`.
+/// The rows of `table` at `tokens` `[batch_size, seq_length]`, added to `x` of the same `dtype` if
+/// given: `[batch_size, seq_length, d_model]` of `dtype`.
 fn embed_forward<R: CubeRuntime>(
     table: CubeTensor<R>,
     tokens: CubeTensor<R>,
@@ -106,8 +110,8 @@ fn embed_forward<R: CubeRuntime>(
     out
 }
 
-/// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and `tokens` `[rows]`, and the `sum` that it has
-/// so far: in its place where it is nobody else's.
+/// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and
+/// `tokens` `[rows]`, added to the earlier `sum`, in place if it is not shared.
 fn embed_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,
@@ -120,7 +124,7 @@ fn embed_backward<R: CubeRuntime>(
     let adds = sum.is_some();
     let out = match sum.map(contiguous) {
         Some(sum) if sum.can_mut() => sum,
-        // A copy may have gaps between rows.
+        // A copy may have padded rows.
         Some(sum) => contiguous(sum.copy()),
         None => empty(&grad, [vocabulary, d_model], DType::F32),
     };
@@ -133,7 +137,7 @@ fn embed_backward<R: CubeRuntime>(
     out
 }
 
-/// The sizes of a sum, columns and the distance between rows in vectors.
+/// The sizes of a sum; columns and row stride in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
     rows: u32,
@@ -190,13 +194,13 @@ fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     }
 }
 
-/// A row's token, held within the vocabulary as the lookup holds it.
+/// A row's token, clamped to the vocabulary like the lookup's.
 #[cube]
 fn key<I: Int>(keys: &Array<I>, row: u32, last: u32) -> u32 {
     clamp_index::<I>(keys[row as usize], last)
 }
 
-/// The sum of every so many of the rows that a list names from `start` up to `end`.
+/// The sum of every n-th row in a list from `start` to `end`.
 #[cube]
 fn listed<F: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
@@ -228,7 +232,7 @@ fn listed<F: Float, N: Size>(
 #[cube]
 fn across_lanes<N: Size>(sum: Vector<f32, N>, #[comptime] lanes: u32) -> Vector<f32, N> {
     let mut sums = SharedMemory::<Vector<f32, N>>::new(UNITS as usize);
-    // What was read from shared memory before may lie where these do.
+    // This may overwrite shared memory read before.
     sync_cube();
     sums[UNIT_POS as usize] = sum;
     sync_cube();
@@ -243,11 +247,12 @@ fn across_lanes<N: Size>(sum: Vector<f32, N>, #[comptime] lanes: u32) -> Vector<
     sums[UNIT_POS as usize]
 }
 
-/// The sum of a value over the units of a cube up to the own one, which `sums` has for all of them afterwards.
+/// The inclusive prefix sum of a value over the units of a cube; `sums` has it for all of them
+/// afterwards.
 #[cube]
 fn sum_up_to(sums: &mut SharedMemory<u32>, value: u32) -> u32 {
     let mut sum = value;
-    // What was read from shared memory before may lie where these do.
+    // This may overwrite shared memory read before.
     sync_cube();
     sums[UNIT_POS as usize] = sum;
     sync_cube();

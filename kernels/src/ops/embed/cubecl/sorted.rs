@@ -1,4 +1,5 @@
-//! The gradient of a table of few tokens, or with many rows for each: a stable radix sort of the rows by token, without atomics.
+//! The gradient of a table with few tokens, or with many rows per token: a stable radix sort of the
+//! rows by token, without atomics.
 //!
 //! ```text
 //! for each digit of the tokens:
@@ -15,13 +16,14 @@ use cubecl::prelude::*;
 use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, listed, sum_up_to};
 use crate::cubecl::{array, empty, grid};
 
-/// Rows that a cube ranks among themselves, two a unit.
+/// Rows that a cube ranks, two per unit.
 const TILE: u32 = 2 * UNITS;
-/// The most bits of a token that one pass sorts by: a unit sees to two digits.
+/// Maximum bits per pass: a unit handles two digits.
 const MAX_DIGIT_BITS: u32 = TILE.trailing_zeros();
 
-/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`, or added to what it has: a cube sees to
-/// one token and few columns, with many units along the rows.
+/// Sums the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary,
+/// d_model]`, or adds to it. A cube handles one token and few columns, with many units along the
+/// rows.
 pub(super) fn sum_sorted<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,
@@ -34,7 +36,8 @@ pub(super) fn sum_sorted<R: CubeRuntime>(
     let (sorted, order) = sort(tokens, vocabulary);
     let columns = d_model / vector;
     let across = columns.next_power_of_two().min(16);
-    // SAFETY: a cube writes the row of its own token only, in its own columns; `order` holds numbers of rows.
+    // SAFETY: a cube writes the row of its own token only, in its own columns; `order` holds
+    // numbers of rows.
     unsafe {
         sum_sorted_kernel::launch_unchecked(
             &grad.client,
@@ -54,7 +57,7 @@ pub(super) fn sum_sorted<R: CubeRuntime>(
     }
 }
 
-/// The tokens in order, and the rows they stand in, which stay in order under each token.
+/// The sorted tokens with their rows, in stable order.
 fn sort<R: CubeRuntime>(tokens: CubeTensor<R>, vocabulary: usize) -> (CubeTensor<R>, CubeTensor<R>) {
     let n_rows = tokens.meta.shape()[0];
     let bits = usize::BITS - (vocabulary - 1).max(1).leading_zeros();
@@ -64,7 +67,7 @@ fn sort<R: CubeRuntime>(tokens: CubeTensor<R>, vocabulary: usize) -> (CubeTensor
     let tiles = n_rows.div_ceil(TILE as usize);
     let ranks = empty(&tokens, [n_rows], DType::U32);
     let counts = empty(&tokens, [tiles * radix], DType::U32);
-    // The first pass takes a row's place for its number, and does not look at `order`.
+    // The first pass uses row indices and does not read `order`.
     let (mut keys, mut order) = (tokens, ranks.clone());
     for pass in 0..passes {
         let (placed_keys, placed_order) = (empty(&ranks, [n_rows], DType::U32), empty(&ranks, [n_rows], DType::U32));
@@ -84,7 +87,8 @@ fn sort<R: CubeRuntime>(tokens: CubeTensor<R>, vocabulary: usize) -> (CubeTensor
                 keys.dtype.into(),
             );
         }
-        // SAFETY: the places of rows are a permutation of them, as the counts are those of the same keys.
+        // SAFETY: the places of rows are a permutation of them, as the counts are those of the same
+        // keys.
         unsafe {
             place_kernel::launch_unchecked(
                 &ranks.client,
@@ -131,7 +135,7 @@ fn rank_kernel<I: Int>(
     for half in 0..2u32 {
         let at = half * UNITS + UNIT_POS;
         let row = tile * TILE + at;
-        // No digit is as large: what lies behind the rows counts for nothing.
+        // No digit is this large: padding past the rows is ignored.
         let mut digit = TILE.runtime();
         if row < rows {
             digit = (key::<I>(keys, row, last) >> shift) & (radix - 1);
@@ -205,7 +209,8 @@ fn place_kernel<I: Int>(
     if tile * TILE >= rows {
         terminate!();
     }
-    // A unit sees to two neighbouring digits: how many rows have them, and how many of these are in earlier tiles.
+    // A unit handles two neighbouring digits: how many rows have them, and how many of these are in
+    // earlier tiles.
     let digit = 2 * UNIT_POS;
     let mut total = 0u32;
     let mut next_total = 0u32;
@@ -250,8 +255,8 @@ fn place_kernel<I: Int>(
     }
 }
 
-/// A cube sees to one token and `across` vectors of columns, its units `across` columns wide and as many deep as there
-/// are left.
+/// A cube handles one token and `across` vectors of columns, with its units `across` wide and the
+/// rest along the rows.
 #[cube(launch_unchecked)]
 fn sum_sorted_kernel<F: Float, O: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
@@ -290,7 +295,7 @@ fn sum_sorted_kernel<F: Float, O: Float, N: Size>(
     }
 }
 
-/// How many rows have a token below this one.
+/// How many rows have a smaller token.
 #[cube]
 fn rows_below(sorted: &Array<u32>, token: u32, rows: u32) -> u32 {
     let mut low = 0u32;

@@ -1,5 +1,5 @@
-//! The head's loss in CubeCL: one pass over the logits of a chunk of rows gives their losses and turns them into their
-//! own gradient in place. On Hopper 16-bit logits of large vocabularies have a pass of their own (`cuda/row_pass.cu`).
+//! The head's loss in CubeCL: one pass over a chunk's logits computes losses and replaces the
+//! logits by their gradient. On Hopper, 16-bit logits of large vocabularies use `cuda/row_pass.cu`.
 
 mod row_pass;
 mod scale;
@@ -23,11 +23,12 @@ use crate::ops::linear::cubecl::layout::transposed;
 use crate::ops::linear::route::TMA_TILE;
 use crate::tensor::{float, primitive};
 
-/// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
+/// Default bytes of logits per chunk, on devices with their own memory and on others.
 const LOGITS: [u64; 2] = [1 << 29, 1 << 28];
-/// Rows of a chunk are a multiple of this, for the products' sake.
+/// Rows of a chunk are a multiple of this, for the products.
 const ROWS: usize = TMA_TILE[0];
-/// And so are the columns of a vocabulary of at least so many tokens; of a smaller one, they are whole vectors.
+/// Columns of a vocabulary of at least this many tokens are a multiple, too; smaller ones use whole
+/// vectors.
 const TILE: usize = TMA_TILE[0];
 const TILES: usize = 1024;
 const VECTOR: usize = 8;
@@ -62,8 +63,8 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
     let [n_rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
     let (dtype, device) = (hidden.dtype(), hidden.device());
-    // Rows of logits that are whole vectors and tiles are worth a copy of the weight: products cannot use what is fastest
-    // otherwise, and what is compiled for training serves validation.
+    // Aligned rows of logits are worth a copy of the weight, as products need them for their
+    // fastest kernels; training and validation then share compiled kernels.
     let padded = match dtype.size() {
         2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
         _ => vocabulary,
@@ -116,7 +117,7 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
     HeadLossOutput { loss, gradients }
 }
 
-/// Rows of which the logits are held at a time: chunks of about the same size.
+/// Rows of logits per chunk: chunks of about equal size.
 fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: usize) -> usize {
     let own_memory = R::name(&targets.client) == "cuda";
     let limit = LOGITS[usize::from(!own_memory)].min(targets.client.properties().memory.max_page_size) as usize;
@@ -124,8 +125,8 @@ fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: 
     n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
 }
 
-/// Writes the losses of the rows of `logits`, of which the first `vocabulary` columns count. Where gradients are wanted, those come in the place of `logits`.
-/// The other columns have to be zeros, and stay so.
+/// Writes the losses of the rows of `logits`, of which the first `vocabulary` columns count. If
+/// requested, replaces `logits` with their gradient. The other columns must be zero, and stay so.
 fn loss_of_rows<R: CubeRuntime>(logits: CubeTensor<R>, of: TargetRows<R>) -> CubeTensor<R> {
     let TargetRows { targets, nats, share, start, vocabulary, smoothing } = of;
     let (mut logits, mut stride) = rows(logits);
@@ -141,8 +142,8 @@ fn loss_of_rows<R: CubeRuntime>(logits: CubeTensor<R>, of: TargetRows<R>) -> Cub
     let [target_weight, weight] = of.weights();
     let vector = row_vector(&[&logits], &[padded, stride]);
     let passes = Passes::new(&logits, vocabulary, vector);
-    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width, one target and one
-    // loss for each row; no other tensor lies where `logits` do.
+    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's
+    // width, one target and one loss for each row; no other tensor overlaps `logits`.
     unsafe {
         head_loss_kernel::launch_unchecked(
             &logits.client,
@@ -189,7 +190,8 @@ fn mean<R: CubeRuntime>(
     out
 }
 
-/// Into `out`: the sum of `nats`, or one, over the number of targets that count, times the weight.
+/// Writes to `out`: the sum of `nats`, or one, over the number of targets that count, times the
+/// weight.
 fn sum_up<R: CubeRuntime>(
     targets: &CubeTensor<R>,
     vocabulary: usize,
@@ -199,7 +201,8 @@ fn sum_up<R: CubeRuntime>(
 ) {
     let size = targets.meta.shape()[0];
     let row_units = RowUnits::new(&targets.client, size, 4, 1024);
-    // SAFETY: the units of each row of the cube read `size` targets and losses, and one unit writes the one number of `out`.
+    // SAFETY: the units of each row of the cube read `size` targets and losses, and one unit writes
+    // the one number of `out`.
     unsafe {
         mean_kernel::launch_unchecked(
             &targets.client,
@@ -218,7 +221,7 @@ fn sum_up<R: CubeRuntime>(
     }
 }
 
-/// Whether a target counts: whether it is a token of the vocabulary.
+/// Whether a target counts: whether it is in the vocabulary.
 #[cube]
 fn counts<I: Int>(target: I, vocabulary: u32) -> bool {
     target >= I::from_int(0) && target < I::cast_from(vocabulary)
@@ -245,7 +248,8 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
 ) {
     let row_units = comptime!(passes.row_units);
     let own = CUBE_POS as u32 * row_units.rows + UNIT_POS_Y;
-    // Units beyond the last row do that one again without writing it: all units of a cube exchange values together.
+    // Units past the last row repeat it without writing: all units of a cube take part in
+    // exchanges.
     let row = min(own, rows - 1);
     let start = row * stride;
     let target = targets[(first + row) as usize];

@@ -1,6 +1,6 @@
-//! Online softmax statistics of a row in CubeCL: a row stays in registers where it fits. Longer ones are worked through a
-//! block at a time with a running maximum, and read again from shared memory, as far as they fit there, or through the
-//! cache.
+//! Online softmax statistics of a row in CubeCL. A row stays in registers if it fits. Longer ones
+//! are processed in blocks with a running maximum, and read again from shared memory as far as they
+//! fit there, or through the cache.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -8,30 +8,31 @@ use cubecl::prelude::*;
 
 use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_max, row_sum, within};
 
-/// Elements of a row that a unit holds where the whole row stays in registers.
+/// Maximum elements per unit for a row in registers.
 const HELD: usize = 32;
-/// Bytes of a row that a unit holds at a time where it does not.
+/// Bytes per unit and block otherwise.
 const BLOCK: usize = 32;
-/// Units of a row: with more, too few cubes share a processor to read while others compute.
+/// Maximum units per row: with more, too few cubes share a processor to overlap reads and
+/// computation.
 const UNITS: u32 = 512;
 /// Cubes that share a processor, and its memory.
 const CUBES: usize = 3;
-/// Devices with less shared memory than this do not keep rows in it.
+/// Minimum shared memory of a device to keep rows there.
 const SHARED: usize = 96 << 10;
 
-/// How a row's units go over it: in blocks, of each of which a unit has `row_units.count` vectors.
+/// How a row's units traverse it: in blocks of `row_units.count` vectors per unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Passes {
     pub(super) row_units: RowUnits,
     /// With a single block, the row stays in registers.
     pub(super) blocks: u32,
-    /// Blocks, from the first on, that stay in shared memory.
+    /// Number of first blocks kept in shared memory.
     pub(super) kept: u32,
     /// Vectors of those blocks.
     pub(super) shared: u32,
-    /// Whether the device has a faster exponential, good to some units in the last place.
+    /// Whether the device has a faster exponential, accurate to a few units in the last place.
     pub(super) fast: bool,
-    /// Whether the last vector has lanes beyond the row's end.
+    /// Whether the last vector has lanes past the row's end.
     pub(super) padded: bool,
 }
 
@@ -40,7 +41,7 @@ impl Passes {
     pub(super) fn new<R: CubeRuntime>(x: &CubeTensor<R>, columns: usize, width: usize) -> Self {
         let vectors = columns.div_ceil(width);
         let padded = !columns.is_multiple_of(width);
-        // Only CUDA has one that is right for infinities.
+        // Only CUDA's is right for infinities.
         let fast = R::name(&x.client) == "cuda";
         let most = HELD / width;
         let row_units = RowUnits::new(&x.client, vectors, most, UNITS);
@@ -59,33 +60,34 @@ impl Passes {
     }
 }
 
-/// What the first pass finds out about a row.
+/// Results of the first pass over a row.
 #[derive(CubeType)]
 pub(super) struct Statistics {
     /// The largest element.
     pub(super) max: f32,
     /// The sum of `exp(x - max)`.
     pub(super) sum: f32,
-    /// The sum of the elements, by `weight`, and the one at `target`, by `target_weight`, where asked for.
+    /// The weighted sum of the elements, and the one at `target`, if requested.
     pub(super) weighed: f32,
 }
 
-/// What the first pass sums up besides the exponentials.
+/// Sums of the first pass besides the exponentials.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Weights {
     pub(super) target: u32,
     pub(super) target_weight: f32,
     pub(super) weight: f32,
-    /// Whether the sum over all elements is wanted.
+    /// Whether the sum over all elements is requested.
     #[cube(comptime)]
     pub(super) all: bool,
-    /// Whether any of it is.
+    /// Whether either is.
     #[cube(comptime)]
     pub(super) any: bool,
 }
 
-/// The first pass over the row of `length` elements, in `columns` vectors, that begins at `start`. A row of one block is in
-/// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end have to be zeros.
+/// The first pass over the row of `length` elements, in `columns` vectors, at `start`. Leaves a row
+/// of one block in `held`, and the first blocks of a longer one in `kept`. Lanes past a row's end
+/// must be zeros.
 #[cube]
 #[allow(clippy::collapsible_if)]
 pub(super) fn first_pass<F: Float, N: Size>(
@@ -156,7 +158,7 @@ pub(super) fn first_pass<F: Float, N: Size>(
     Statistics { max: top, sum, weighed }
 }
 
-/// A vector of the row once more, after [`first_pass`].
+/// A vector of the row again, after [`first_pass`].
 #[cube]
 pub(super) fn read_again<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
@@ -180,7 +182,7 @@ pub(super) fn read_again<F: Float, N: Size>(
     }
 }
 
-/// `e^x` of what is at most zero.
+/// `e^x` for x of at most zero.
 #[cube]
 pub(super) fn exponential<N: Size>(x: Vector<f32, N>, #[comptime] fast: bool) -> Vector<f32, N> {
     if fast { fast_exponential::<N>(x) } else { x.exp() }

@@ -1,4 +1,5 @@
-//! Gradients times that of the loss, a number on the device. Mostly that is one, and then those that nobody else holds stay as they are.
+//! Scales gradients by that of the loss, a number on the device. Usually it is one, and unshared
+//! gradients stay unchanged.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -9,17 +10,18 @@ use crate::cubecl::{array, contiguous, empty, grid, vector_width};
 use crate::multiprocessors::multiprocessors;
 
 const UNITS: u32 = 256;
-/// Cubes for each multiprocessor.
+/// Cubes per multiprocessor.
 const CUBES: u32 = 8;
 
-/// `x * scale`, in the place of `x` where nothing else holds it.
+/// `x * scale`, in place if `x` is not shared.
 pub(super) fn scaled<R: CubeRuntime>(x: CubeTensor<R>, scale: &CubeTensor<R>) -> CubeTensor<R> {
     let x = contiguous(x);
     let in_place = x.can_mut();
     let out = if in_place { x.clone() } else { empty(&x, [x.meta.shape()[0], x.meta.shape()[1]], x.dtype) };
     let size = x.meta.num_elements();
     let vector = vector_width(&[&x, &out], &[size]);
-    // SAFETY: units read and write the vectors of `x` and of `out`, which is as large and nobody else's, each its own, and `scale` is one number.
+    // SAFETY: units read and write the vectors of `x` and of `out`, which is as large and nobody
+    // else's, each its own, and `scale` is one number.
     unsafe {
         scale_kernel::launch_unchecked(
             &x.client,
@@ -37,7 +39,7 @@ pub(super) fn scaled<R: CubeRuntime>(x: CubeTensor<R>, scale: &CubeTensor<R>) ->
     out
 }
 
-/// `sum + x * scale` of f32, in the place of `sum` where nothing else holds it, or in that of `x`.
+/// `sum + x * scale` in f32, in place of `sum` or `x` if not shared.
 pub(super) fn add_scaled<R: CubeRuntime>(sum: CubeTensor<R>, x: CubeTensor<R>, scale: &CubeTensor<R>) -> CubeTensor<R> {
     let (sum, x) = (contiguous(sum), contiguous(x));
     let out = match (sum.can_mut(), x.can_mut()) {
@@ -47,7 +49,8 @@ pub(super) fn add_scaled<R: CubeRuntime>(sum: CubeTensor<R>, x: CubeTensor<R>, s
     };
     let size = x.meta.num_elements();
     let vector = vector_width(&[&sum, &x, &out], &[size]);
-    // SAFETY: units read the vectors of `sum` and `x`, and write those of `out`, all as large, each its own; `out` is nobody else's.
+    // SAFETY: units read the vectors of `sum` and `x`, and write those of `out`, all as large, each
+    // its own; `out` is nobody else's.
     unsafe {
         add_scaled_kernel::launch_unchecked(
             &x.client,
@@ -64,7 +67,7 @@ pub(super) fn add_scaled<R: CubeRuntime>(sum: CubeTensor<R>, x: CubeTensor<R>, s
     out
 }
 
-/// No more cubes than run at a time: where there is nothing to do, each costs something.
+/// At most as many cubes as run concurrently: each has a cost even without work.
 fn cubes<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize) -> CubeCount {
     grid(vectors.div_ceil(UNITS as usize).min((multiprocessors(x) * CUBES) as usize))
 }

@@ -11,16 +11,16 @@ use crate::cubecl::empty;
 use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::multiprocessors::multiprocessors;
 
-/// Warps of a block, which share a row. Each lane of a warp has the numbers of one of them, so there are 32.
+/// Warps of a block, which share a row. Each lane has one warp's values, so there are 32.
 const WARPS: usize = 32;
-/// Numbers that a part of a row comes to.
+/// Values per part of a row.
 const KINDS: usize = 4;
-/// Rows that a block has in shared memory: with one alone it would wait for each.
+/// Rows of a block in shared memory: with only one it would wait for each.
 const STAGES: std::ops::RangeInclusive<usize> = 2..=4;
-/// A row of a smaller vocabulary is too short for so many warps.
+/// Rows of smaller vocabularies are too short for this many warps.
 const LEAST_VOCABULARY: usize = 24_576;
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct HeadLossHopper {
     /// The dtype of logits in the source.
@@ -36,7 +36,7 @@ impl HeadLossHopper {
         self.vocabulary.div_ceil(8).div_ceil(WARPS) * WARPS * 16
     }
 
-    /// The numbers of each part, twice, and barriers.
+    /// The values of each part, twice, and barriers.
     fn other_bytes(&self) -> usize {
         2 * KINDS * WARPS * 4 + STAGES.end() * WARPS * 8
     }
@@ -74,15 +74,16 @@ impl CudaKernel for HeadLossHopper {
     }
 }
 
-/// The kernels for GPT-2's vocabulary and its tiles in bf16: their names and sources.
+/// The bf16 kernels for GPT-2's vocabulary and its tiles, with names and sources.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     [50_257, 50_304]
         .into_iter()
         .map(|vocabulary| cuda::named(HeadLossHopper { half: "bf16", vocabulary, target: "int" }))
 }
 
-/// Writes the losses of rows of 16-bit `logits` `[rows, columns]`, which are `stride` elements apart, and where they are wanted their gradients in the place of the first `vocabulary` columns, if
-/// there is a kernel for the device and [the operands](HeadLossHopper::for_rows), and it runs: whether it did.
+/// Writes the losses of rows of 16-bit `logits` `[rows, columns]` with row stride `stride` and, if
+/// requested, replaces the first `vocabulary` columns with their gradient. Returns false if no
+/// kernel supports the device and [the operands](HeadLossHopper::for_rows), or it does not run.
 pub(super) fn loss_of_rows<R: CubeRuntime>(logits: &CubeTensor<R>, stride: usize, of: &TargetRows<R>) -> bool {
     let kernel = HeadLossHopper::for_rows(logits, stride, of).filter(|_| cuda::takes(logits, Arch::Sm90));
     let Some(kernel) = kernel.filter(|kernel| works(logits, *kernel)) else { return false };
@@ -91,7 +92,8 @@ pub(super) fn loss_of_rows<R: CubeRuntime>(logits: &CubeTensor<R>, stride: usize
 }
 
 impl HeadLossHopper {
-    /// The kernel for these operands: 16-bit rows that begin at multiples of 16 bytes and hold whole vectors of them, neither too short nor too long.
+    /// The kernel for these operands: 16-bit rows, aligned to 16 bytes, of whole vectors, neither
+    /// too short nor too long.
     fn for_rows<R: CubeRuntime>(logits: &CubeTensor<R>, stride: usize, of: &TargetRows<R>) -> Option<Self> {
         let TargetRows { targets, nats, share, start, vocabulary, .. } = *of;
         let [rows, columns] = [logits.meta.shape()[0], logits.meta.shape()[1]];
@@ -105,7 +107,7 @@ impl HeadLossHopper {
         let kernel = Self { half, vocabulary, target };
         let fits = vocabulary >= LEAST_VOCABULARY
             && STAGES.contains(&kernel.stages())
-            // The last vector of a row is read and written as a whole.
+            // The last vector of a row is accessed as a whole.
             && vocabulary.next_multiple_of(8) <= columns
             && columns <= stride
             && stride.is_multiple_of(8)
@@ -125,13 +127,15 @@ impl HeadLossHopper {
         let [target_weight, weight] = of.weights().map(|weight| weight.to_bits() as usize);
         let words = [logits.meta.shape()[0], stride, start, share.is_some().into(), target_weight, weight];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: the operands are those that the kernel is for. A block reads its own rows, and writes them where gradients are wanted, and no other tensor lies there then: whole
-        // vectors at multiples of 16 bytes; and it has their targets and losses. A target is taken for a place only where it is below the vocabulary.
+        // SAFETY: the operands are those that the kernel is for. A block reads its own rows, and
+        // writes them where gradients are wanted, and no other tensor overlaps them then: whole
+        // vectors at multiples of 16 bytes; and it has their targets and losses. A target is used
+        // as an index only if it is below the vocabulary.
         unsafe { cuda::launch(logits, self, blocks, arguments) };
     }
 }
 
-/// Whether the kernel runs on the device of `logits`: it is tried on two rows.
+/// Whether the kernel runs on the device of `logits`; tried on two rows.
 fn works<R: CubeRuntime>(logits: &CubeTensor<R>, kernel: HeadLossHopper) -> bool {
     cuda::works(logits, &kernel, "losses take the portable kernel", || {
         const ROWS: usize = 2;

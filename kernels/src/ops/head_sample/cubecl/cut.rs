@@ -1,4 +1,4 @@
-//! The least logit that top-k, top-p and min-p leave in the draw.
+//! The threshold of logits for top-k, top-p and min-p.
 
 use cubecl::prelude::*;
 
@@ -6,14 +6,14 @@ use super::{HALVINGS, Numbers, ROUGH_HALVINGS, Variant, logit};
 use crate::cubecl::reduce::{row_max, row_sum};
 use crate::masked::MASKED;
 
-/// A bound that the tokens lie above which may be kept: so many units' largest tokens do. Every plane looks for it by itself,
-/// without a barrier for each halving; where there are no planes, all units do together.
+/// A lower bound of the kept tokens, exceeded by the largest tokens of enough units. Every plane
+/// searches for it alone, without barriers; without planes, all units search together.
 #[cube]
 pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] variant: Variant) -> f32 {
     if comptime!(variant.searches()) {
         let searchers = comptime!(variant.searchers());
         let each = comptime!((variant.row_units.units / searchers.units) as usize);
-        // As in an exchange, nobody still reads what may lie here.
+        // As in an exchange, others may still read this memory.
         sync_cube();
         let mut bests = SharedMemory::<f32>::new(comptime!(variant.row_units.units as usize));
         bests[UNIT_POS_X as usize] = best;
@@ -47,7 +47,7 @@ pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] variant:
     }
 }
 
-/// The least logit that is kept, by halving over all tokens.
+/// The smallest kept logit, by bisection over all tokens.
 #[cube]
 pub(super) fn halved_cut(
     logits: &Array<f32>,
@@ -83,7 +83,8 @@ pub(super) fn halved_cut(
     floor
 }
 
-/// The largest bound, no lower than `floor`, above which tokens weigh `wanted`: one each, or by probability.
+/// The largest bound, at least `floor`, above which tokens have total weight `wanted`: one each, or
+/// their probabilities.
 #[cube]
 fn halved(
     logits: &Array<f32>,

@@ -1,4 +1,4 @@
-//! The largest token of every group, by many cubes.
+//! The largest token of every group, on many cubes.
 
 use cubecl::prelude::*;
 
@@ -7,7 +7,8 @@ use crate::cubecl::clamp_index;
 use crate::masked::MASKED;
 use crate::random::cubecl::Rounds;
 
-/// The largest token of every group, with noise where nothing is left out of the draw, and its exponentials' sum.
+/// The largest token of every group, with noise if nothing is truncated, and its sum of
+/// exponentials.
 #[cube(launch_unchecked)]
 pub(super) fn group_kernel<I: Int, P: Int>(
     logits: &Array<f32>,

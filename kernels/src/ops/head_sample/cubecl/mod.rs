@@ -3,19 +3,20 @@
 //! ```text
 //! group_kernel   many cubes: the vocabulary in groups of tokens -> each group's largest logit and token (and its sum of
 //!                exponentials, for top-p alone)
-//! draw_kernel    a cube a row: a unit takes the largest of its groups; the bound is what top_k of these reach (a quarter
+//! draw_kernel    a cube per row: a unit takes the largest of its groups; the bound is what top_k of these reach (a quarter
 //!                of the units for top-p alone; the largest plus ln(min_p) for min-p alone)
 //!                -> candidates: the tokens above it, from the groups whose largest is above it
 //!                -> each counts the candidates above it and adds up their probabilities: the cut of top-k and top-p
 //!                -> the largest logit plus Gumbel noise above the cut is the draw
 //! ```
 //!
-//! Where the candidates are too many for the cube, or too few for the cut, the interval around it is halved over all tokens.
+//! If the candidates are too many for the cube, or too few for the cut, bisection over all tokens
+//! narrows the interval.
 
 mod cut;
 mod group;
 mod pick;
-pub(crate) mod ways;
+pub(crate) mod sampling_params;
 
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_cubecl::element::BoolElement;
@@ -25,7 +26,7 @@ use cubecl::prelude::*;
 
 use self::group::group_kernel;
 use self::pick::draw_kernel;
-use self::ways::{Ways, own_counts};
+use self::sampling_params::{SamplingParams, own_counts};
 use super::counts::{Kind, NUMBERS};
 use super::{Draw, HeadSampleOps, Logits, draws_key};
 use crate::checked::Checked;
@@ -43,24 +44,24 @@ use crate::random::RANGE;
 use crate::random::cubecl::{Rounds, column_bits, row_bits};
 use crate::tensor::{float, primitive};
 
-/// Stands for the largest token of a group with a logit that is not a number.
+/// Stands for the largest token of a group with a NaN logit.
 const BROKEN: u32 = u32::MAX;
-/// Halvings until the interval around a bound is far below the spacing of logits.
+/// Bisection steps until the interval around a bound is far below the spacing of logits.
 const HALVINGS: u32 = 40;
-/// Halvings until few more tokens lie above a bound than have to.
+/// Bisection steps until few more tokens than necessary exceed a bound.
 const ROUGH_HALVINGS: u32 = 14;
-/// Units that choose a row's token, where the device allows them.
+/// Units per row's choice, if the device supports them.
 const UNITS: u32 = 512;
-/// Groups of tokens that one of them has at the most.
+/// Maximum groups of tokens per unit.
 const MOST_GROUPS: usize = 32;
-/// Units that each look at a group of tokens: those as many tokens apart as there are units.
+/// Units that each process a group of tokens: those with a stride of the number of units.
 const GROUPERS: u32 = 256;
-/// The least tokens of a group.
+/// Minimum tokens per group.
 const TOKENS_A_GROUP: usize = 16;
-/// Tokens that a unit reads together.
+/// Tokens that a unit loads together.
 const READS: u32 = 8;
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     row_units: RowUnits,
@@ -69,24 +70,24 @@ struct Variant {
     top_k: bool,
     top_p: bool,
     min_p: bool,
-    /// Tokens of a group.
+    /// Tokens per group.
     tokens: u32,
     /// Groups that a unit chooses among.
     each: usize,
 }
 
 impl Variant {
-    /// Whether some tokens are left out of the draw.
+    /// Whether some tokens are truncated.
     fn cuts(&self) -> bool {
         self.top_k || self.top_p || self.min_p
     }
 
-    /// Whether the bound above which tokens are candidates is not known beforehand.
+    /// Whether the bound of candidates has to be searched.
     fn searches(&self) -> bool {
         self.top_k || self.top_p
     }
 
-    /// Units that look for that bound together: those of a plane, or all where there are none.
+    /// Units that search for that bound together: those of a plane, or all without planes.
     fn searchers(&self) -> RowUnits {
         let units = if self.row_units.plane > 1 {
             self.row_units.plane.min(self.row_units.units)
@@ -96,13 +97,13 @@ impl Variant {
         RowUnits { units, ..self.row_units }
     }
 
-    /// Whether the probability of all tokens together is needed.
+    /// Whether the total probability of all tokens is needed.
     fn weighs(&self) -> bool {
         self.top_p && !self.top_k
     }
 }
 
-/// The numbers of a row.
+/// The parameters of a row.
 #[derive(CubeType, Clone, Copy)]
 struct Numbers {
     vocabulary: u32,
@@ -114,11 +115,11 @@ struct Numbers {
     repetition: f32,
     presence: f32,
     frequency: f32,
-    /// From a logit to what is known of its token: modulo 2^32.
+    /// Offset from a logit to its token's counts, modulo 2^32.
     to_counts: u32,
 }
 
-/// What all rows of a launch share.
+/// Sizes shared by all rows of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
     /// Rows of the launch, and the first of them among the members.
@@ -131,7 +132,7 @@ struct Sizes {
     groups: u32,
 }
 
-/// A row's numbers, as the array has them: [`NUMBERS`] a row.
+/// A row's parameters in the array, [`NUMBERS`] per row.
 #[cube]
 fn numbers_of<I: Int>(row: u32, numbers: &Array<f32>, lines: &Array<I>, sizes: &Sizes) -> Numbers {
     let first = row * comptime!(NUMBERS as u32);
@@ -178,36 +179,45 @@ where
         let Draw { logits, rows, positions, counts } = operands.into_inner();
         let counts = counts.map(own_counts);
         let positions = contiguous(positions.into_primitive());
-        let ways = Ways::new(rows);
+        let params = SamplingParams::new(rows);
         let logits = contiguous(primitive(logits));
         let out = empty(&logits, [logits.meta.shape()[0]], DType::I32);
         #[cfg(feature = "cuda")]
-        if super::cuda::draw(&logits, &ways, &positions, counts.as_ref(), &out) {
+        if super::cuda::draw(&logits, &params, &positions, counts.as_ref(), &out) {
             return Tensor::from_primitive(out);
         }
         let mut first = 0;
         for (kind, count) in &rows.kinds {
-            draw(&logits, *kind, [first, *count], (&ways, &positions), counts.as_ref().filter(|_| kind.counted), &out);
+            draw(
+                &logits,
+                *kind,
+                [first, *count],
+                (&params, &positions),
+                counts.as_ref().filter(|_| kind.counted),
+                &out,
+            );
             first += count;
         }
         Tensor::from_primitive(out)
     }
 }
 
-/// A token for each of `count` members, from `first` on, of one kind, into `out` `[batch_size]`. `counts` are those of the
-/// prompts, those of the tokens behind them, which the chosen ones are added to, and biases.
+/// Samples a token for each of `count` members of one kind, from `first` on, into `out`
+/// `[batch_size]`. `counts` are those of the prompts, those of the generated tokens, which are
+/// updated, and biases.
 fn draw<R: CubeRuntime>(
     logits: &CubeTensor<R>,
     kind: Kind,
     [first, count]: [usize; 2],
-    (ways, positions): (&Ways<R>, &CubeTensor<R>),
+    (params, positions): (&SamplingParams<R>, &CubeTensor<R>),
     counts: Option<&[CubeTensor<R>; 3]>,
     out: &CubeTensor<R>,
 ) {
     let [batch_size, vocabulary] = [logits.meta.shape()[0], logits.meta.shape()[1]];
     let hardware = &logits.client.properties().hardware;
     let row_units = RowUnits::new(&logits.client, 32, 1, 32);
-    // Without planes each exchange takes shared memory for all units, and there are a dozen of them.
+    // Without planes each exchange takes shared memory for all units, and there are a dozen of
+    // them.
     let most = if row_units.plane == 1 { UNITS / 4 } else { UNITS };
     let units = most.min(hardware.max_units_per_cube).min(hardware.max_cube_dim.0);
     let row_units = RowUnits { units: 1 << units.ilog2(), rows: 1, ..row_units };
@@ -234,9 +244,9 @@ fn draw<R: CubeRuntime>(
         let [rows, first, batch_size] = [count, first, batch_size].map(|count| count as u32);
         SizesLaunch::new(rows, first, batch_size, lines as u32, vocabulary as u32, groups as u32)
     };
-    let Ways { members, streams, lines, numbers } = ways;
-    // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
-    // lines the counts are not touched, and without top-p masses are not.
+    let SamplingParams { members, streams, lines, numbers } = params;
+    // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its
+    // own group of it; without lines the counts are not touched, and without top-p masses are not.
     unsafe {
         group_kernel::launch_unchecked(
             &logits.client,
@@ -261,8 +271,8 @@ fn draw<R: CubeRuntime>(
             positions.dtype.into(),
         );
     }
-    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below `vocabulary`; without lines the
-    // counts are not touched.
+    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below
+    // `vocabulary`; without lines the counts are not touched.
     unsafe {
         draw_kernel::launch_unchecked(
             &logits.client,
@@ -290,7 +300,7 @@ fn draw<R: CubeRuntime>(
     }
 }
 
-/// What the bits of all tokens have in common that a row may draw behind a position.
+/// Shared random bits of a row's tokens at a position.
 #[cube]
 fn place_bits<I: Int, P: Int>(row: u32, streams: &Array<I>, positions: &Array<P>, rounds: &Rounds) -> u32 {
     let stream = row_bits(u32::cast_from(streams[row as usize]), rounds);
@@ -311,8 +321,8 @@ fn logit(
     adjusted(logits[at as usize], prompt, written, bias, at, numbers, variant)
 }
 
-/// A token's logit after penalties and temperature. Where there are several, all are read before the first comes here: what
-/// a division does with small numbers is a branch, which no read is moved across.
+/// A token's logit after penalties and temperature. Several tokens are loaded first: division
+/// branches on small numbers, and loads are not moved across branches.
 #[cube]
 fn adjusted(
     logit: f32,
@@ -341,8 +351,8 @@ fn adjusted(
     value
 }
 
-/// The logits of some of a unit's tokens, the first of them at `first`; nothing beyond the row's end. All are read before
-/// any is used.
+/// The logits of some of a unit's tokens, from `first` on, up to the row's end; all are loaded
+/// before any is used.
 #[cube]
 fn several(
     logits: &Array<f32>,
@@ -368,14 +378,14 @@ fn several(
     values
 }
 
-/// A logit with the noise of its token, the largest of which is a draw.
+/// A logit with its token's noise; the largest is sampled.
 #[cube]
 fn noisy(value: f32, bits: u32, token: u32, rounds: &Rounds) -> f32 {
     let uniform = (f32::cast_from(column_bits(bits, token, rounds)) + 0.5) / comptime!(RANGE as f32);
     value - (0.0f32 - uniform.ln()).ln()
 }
 
-/// The first of a group's tokens; its others are each as many tokens further as there are groups in a part.
+/// The first token of a group; the others follow with a stride of the number of groups in a part.
 #[cube]
 fn first_of(group: u32, #[comptime] variant: Variant) -> u32 {
     group / GROUPERS * comptime!(GROUPERS * variant.tokens) + group % GROUPERS

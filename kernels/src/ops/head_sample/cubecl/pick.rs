@@ -1,4 +1,4 @@
-//! The token of a row among the largest of its groups, by one cube.
+//! Chooses a row's token among the largest of its groups, in one cube.
 
 use cubecl::prelude::*;
 
@@ -75,7 +75,7 @@ pub(super) fn draw_kernel<I: Int, P: Int>(
         }
         let low = bound(best, top, numbers, variant);
 
-        // The groups with a token above the bound, and then these tokens.
+        // The groups with a token above the bound, then these tokens.
         let mut own = 0u32;
         #[unroll]
         for i in 0..variant.each {
@@ -102,8 +102,8 @@ pub(super) fn draw_kernel<I: Int, P: Int>(
         }
         let (before, count) = exclusive_sum(own, row_units);
         let mut place = before;
-        // All units go through every exchange, whether there is something to do or not: some drivers do not take a
-        // barrier under a condition. With more candidates than units, none is kept.
+        // All units take part in every exchange, even without work: some drivers do not support
+        // conditional barriers. With more candidates than units, none is kept.
         let fits = few && count <= units;
         let held = select(fits, count, 0u32);
         let mut values = SharedMemory::<f32>::new(comptime!(units as usize));
@@ -121,7 +121,7 @@ pub(super) fn draw_kernel<I: Int, P: Int>(
         }
         sync_cube();
 
-        // What lies above the unit's candidate says whether it is kept.
+        // The tokens above a unit's candidate decide whether it is kept.
         let mut value = MASKED.runtime();
         let mut own_token = 0u32;
         if UNIT_POS_X < held {
@@ -161,7 +161,7 @@ pub(super) fn draw_kernel<I: Int, P: Int>(
             token = own_token;
         }
 
-        // What follows goes over no tokens, and halves nothing, where the cut is found.
+        // Once the cut is found, the following loops do nothing.
         let end = select(found, start, start + numbers.vocabulary);
         let cut = halved_cut(logits, prompt, written, bias, start, end, top, numbers, variant);
         for first in range_stepped(start + UNIT_POS_X, end, comptime!(units * READS)) {
@@ -180,7 +180,7 @@ pub(super) fn draw_kernel<I: Int, P: Int>(
         }
     }
 
-    // The first of the largest: tokens are numbers that f32 holds exactly. What is not a number comes before them all.
+    // The first of the largest: token numbers are exact in f32. NaN comes before all.
     let most = row_max(best, row_units);
     let own = select(best == most, 0.0f32 - f32::cast_from(min(token, numbers.vocabulary - 1)), MASKED);
     let first = 0.0f32 - row_max(select(broken == 1u32, 1.0f32, own), row_units);
@@ -193,7 +193,7 @@ pub(super) fn draw_kernel<I: Int, P: Int>(
     }
 }
 
-/// The logit of a token of a group, which may have fewer tokens than others.
+/// The logit of a token of a group, which may be smaller than others.
 #[cube]
 fn candidate(
     logits: &Array<f32>,

@@ -1,6 +1,7 @@
-//! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit ones, for f32 and for Hopper:
-//! which of them, how its work is cut, and how its matrices lie, is chosen here by shape and dtype from what was measured
-//! (`docs/performance-log.md`), so that nothing is tuned at run time.
+//! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit
+//! ones, for f32 and for Hopper: which of them, how its work is cut, and how its matrices lie, is
+//! chosen here by shape and dtype from what was measured (`docs/log/2026-11.md`), so that nothing
+//! is tuned at run time.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -38,8 +39,9 @@ use crate::products::takes_tf32;
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.
 ///
-/// Sums are f32. A product with few output tiles and a long inner dimension, as the gradient of a weight, is cut along
-/// that dimension so that it fills the device, and the pieces are added in their order.
+/// Sums are f32. A product with few output tiles and a long inner dimension, as the gradient of a
+/// weight, is cut along that dimension so that it fills the device, and the pieces are added in
+/// their order.
 pub(crate) fn product<R: CubeRuntime>(
     a: CubeTensor<R>,
     b: CubeTensor<R>,
@@ -91,7 +93,8 @@ pub(crate) fn product_into<R: CubeRuntime>(
     add(sum, product(a, b, within, DType::F32))
 }
 
-/// The gradients of a weight and of a bias: `a * b` in f32, added to `sum` where there is one, as [`product_into`] has it, and the sums of the rows of `a`, f32
+/// The gradients of a weight and of a bias: `a * b` in f32, added to `sum` where there is one, as
+/// [`product_into`] has it, and the sums of the rows of `a`, f32
 /// `[m]`: by one launch where the GEMM for Hopper has both.
 pub(crate) fn product_and_row_sums<R: CubeRuntime>(
     mut sum: Option<CubeTensor<R>>,
@@ -195,8 +198,9 @@ fn hopper_product<R: CubeRuntime>(
     None
 }
 
-/// A product by `cubek`'s warp-specialised kernel behind TMA. It is fastest where both sides are K-major (the inner dimension is contiguous in memory), so
-/// much that an M-major or N-major one is transposed first; and then two kernels do for all products of whole tiles.
+/// A product by `cubek`'s warp-specialised kernel behind TMA. It is fastest where both sides are
+/// K-major (the inner dimension is contiguous in memory), so much that an M-major or N-major one is
+/// transposed first; and then two kernels do for all products of whole tiles.
 fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
@@ -217,7 +221,8 @@ fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType
     };
     let rank = b.meta.num_dims();
     b.meta.swap(rank - 2, rank - 1);
-    // One order for all sums of pieces, or those with a number of tiles that four does not divide were another kernel.
+    // One order for all sums of pieces, or those with a number of tiles that four does not divide
+    // were another kernel.
     let order = if whole { GlobalOrder::SwizzleRow(4) } else { GlobalOrder::RowMajor };
     let blueprint = blueprint([m, n, k / pieces], order, processors);
     multiply(a, b, out.clone(), Some(blueprint));
@@ -227,8 +232,8 @@ fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// How `cubek`'s kernel behind TMA does its work: eight planes multiply, each for 32 rows of the tile, and four bring 64 columns of the
-/// inner dimension at a time.
+/// How `cubek`'s kernel behind TMA does its work: eight planes multiply, each for 32 rows of the
+/// tile, and four bring 64 columns of the inner dimension at a time.
 fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) -> TilingBlueprint {
     let [rows, columns] = TMA_TILE;
     let inner = 64;

@@ -1,4 +1,5 @@
-//! GEMM in f32 by f32 units: under Vulkan and WebGPU, and on CUDA where TF32 was not asked for and no kernel for Hopper takes it.
+//! GEMM in f32 by f32 units: under Vulkan and WebGPU, and on CUDA where TF32 was not asked for and
+//! no kernel for Hopper takes it.
 //!
 //! ```text
 //!             n: EDGE = 128                    k: DEPTH = 16 a step
@@ -8,7 +9,8 @@
 //!           +--------------+                   is read into registers, and then put into the other
 //! ```
 //!
-//! Either side may be K-major or not: it is transposed between registers and shared memory. Split-K where tiles are few.
+//! Either side may be K-major or not: it is transposed between registers and shared memory. Split-K
+//! where tiles are few.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -30,7 +32,7 @@ pub(crate) const SHARED_BYTES: usize = 2 * 2 * PART * 16;
 /// Four elements side by side.
 type Quad = Vector<f32, Const<4>>;
 
-/// How a side lies in memory.
+/// The layout of a side.
 #[derive(Clone, Copy, Debug)]
 struct Side {
     /// Whether it is M-major or N-major, and not K-major.
@@ -81,9 +83,10 @@ pub(super) fn simt_product<R: CubeRuntime>(
         b_transposed: b_side.transposed,
         whole: piece.is_multiple_of(DEPTH),
     };
-    // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the sides: outputs are no
-    // more than the last one, the inner dimension is guarded where it is not whole steps, and no vector passes the end of
-    // either, since vectors are wide only where runs, strides and beginnings are multiples of them.
+    // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the
+    // sides: outputs are no more than the last one, the inner dimension is guarded where it is not
+    // whole steps, and no vector passes the end of either, since vectors are wide only where runs,
+    // strides and beginnings are multiples of them.
     unsafe {
         launch!(
             simt_product_kernel::SimtProductKernel,
@@ -104,7 +107,8 @@ pub(super) fn simt_product<R: CubeRuntime>(
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// How a matrix lies of which `inner` is the inner axis of the product, which goes in pieces of `piece`.
+/// The layout of a matrix whose axis `inner` is the product's inner dimension, split into pieces of
+/// `piece`.
 fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize, piece: usize) -> Side {
     let (shape, strides) = (x.meta.shape(), x.meta.strides());
     let run = if strides[inner] == 1 { inner } else { 1 - inner };
@@ -224,16 +228,17 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
     }
 }
 
-/// Where four elements of a side lie in shared memory, `quad` of them across the tile, `depth` along the inner dimension.
-/// Neighbours along the inner dimension are sent to different banks.
+/// Where four elements of a side lie in shared memory, `quad` of them across the tile, `depth`
+/// along the inner dimension. Neighbours along the inner dimension are sent to different banks.
 #[cube]
 fn slot(depth: u32, quad: u32) -> u32 {
     depth * comptime!(QUADS as u32) + (quad ^ (depth / 4 * 2))
 }
 
-/// Reads a unit's share of a side's part of a step: four runs of four elements. `first` of `outputs` is where the tile
-/// begins, `begin` where the step does, on a dimension of which what is behind `end` counts as zero. Behind the last output
-/// the last is read again, for sums that nobody asks for.
+/// Reads a unit's share of a side's part of a step: four runs of four elements. `first` of
+/// `outputs` is where the tile begins, `begin` where the step does, on a dimension of which what is
+/// behind `end` counts as zero. Behind the last output the last is read again, for sums that nobody
+/// asks for.
 #[cube]
 fn fetch<N: Size>(
     from: &Array<Vector<f32, N>>,

@@ -1,6 +1,7 @@
-//! Products of small 16-bit matrices. In a small model they are most of a step's launches, and what bounds them is the
-//! launching thread: this kernel's definition is built only to be compiled, where `cubek`'s are each time. For the same
-//! reason the epilogue adds a bias and a residual in the same launch.
+//! Products of small 16-bit matrices. In a small model they are most of a step's launches, and what
+//! bounds them is the launching thread: this kernel's definition is built only to be compiled,
+//! where `cubek`'s are each time. For the same reason the epilogue adds a bias and a residual in
+//! the same launch.
 //!
 //! ```text
 //!            n: EDGE = 64             a cube: one tile of `out`, four planes
@@ -32,7 +33,7 @@ const WIDE: usize = EDGE / 8;
 const STRIDE: usize = WIDE + 1;
 /// Vectors of a tile that a unit carries.
 const SHARE: usize = EDGE * WIDE / UNITS;
-/// How a side lies in memory.
+/// The layout of a side.
 #[derive(Clone, Copy, Debug)]
 struct Side {
     /// Whether it is M-major or N-major, and not K-major.
@@ -41,7 +42,8 @@ struct Side {
     stride: usize,
 }
 
-/// What the kernel is compiled for, beside its dtypes: which sides are transposed, and what is added.
+/// Compile-time values of the kernel, besides its dtypes: which sides are transposed, and what is
+/// added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     a_transposed: bool,
@@ -80,8 +82,8 @@ struct Sizes {
     residual_stride: u32,
 }
 
-/// Whether the kernel takes these matrices `[m, k]` and `[k, n]`, of one 16-bit dtype that the device's tensor cores have,
-/// with K split into `split_k` slices.
+/// Whether the kernel takes these matrices `[m, k]` and `[k, n]`, of one 16-bit dtype that the
+/// device's tensor cores have, with K split into `split_k` slices.
 pub(crate) fn supports<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, split_k: usize) -> bool {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
     let whole = k > 0 && n.is_multiple_of(2) && (split_k == 1 || (k / split_k).is_multiple_of(EDGE));
@@ -93,7 +95,8 @@ pub(crate) fn can_add<R: CubeRuntime>(added: &Added<R>) -> bool {
     let begins = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
     let residual = added.residual.as_ref().is_none_or(|residual| {
         let (shape, strides) = (residual.meta.shape(), residual.meta.strides());
-        // Otherwise it is copied, and then has an even number of columns from row to row, as the product has.
+        // Otherwise it is copied, and then has an even number of columns from row to row, as the
+        // product has.
         let copied = strides[1] != 1 && shape[1] != 1;
         copied || (shape[0] == 1 || strides[0].is_multiple_of(2)) && begins(residual)
     });
@@ -128,8 +131,8 @@ pub(super) fn small_product<R: CubeRuntime>(
     let out = empty(a, [split_k, m, n], sums);
     let sizes = [m, n, k / split_k, split_k, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
     let [rows, columns, inner, pieces, a_stride, b_stride, residual_stride] = sizes;
-    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which a cube has its own tile;
-    // a bias has its columns, and a residual its shape.
+    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which
+    // a cube has its own tile; a bias has its columns, and a residual its shape.
     unsafe {
         launch!(
             small_product_kernel::SmallProductKernel,
@@ -153,7 +156,8 @@ pub(super) fn small_product<R: CubeRuntime>(
     cast(out, dtype)
 }
 
-/// How a matrix lies of which `inner` is the inner axis of the product, if its runs are whole vectors.
+/// The layout of a matrix whose axis `inner` is the product's inner dimension, if its runs are
+/// whole vectors.
 fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize) -> Option<Side> {
     let strides = x.meta.strides();
     let begin = x.handle.offset_start.unwrap_or(0);
@@ -252,8 +256,8 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
     }
 }
 
-/// Reads a unit's share of a side's tile: outputs from `first` of `outputs` on, and the inner dimension from `begin` to `end`.
-/// Zeros stand for what lies outside.
+/// Reads a unit's share of a side's tile: outputs from `first` of `outputs` on, and the inner
+/// dimension from `begin` to `end`. Elements outside are zero.
 #[cube]
 fn fetch<F: Float>(
     from: &Array<Wide<F>>,

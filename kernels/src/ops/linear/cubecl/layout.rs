@@ -18,8 +18,8 @@ pub(super) fn is_m_major<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     x.meta.strides()[0] == 1 && x.meta.strides()[1] != 1
 }
 
-/// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Only in a product that is `whole` may there be
-/// gaps between rows: `cubek` takes pieces with gaps for something else.
+/// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Only in a product that
+/// is `whole` may there be gaps between rows: `cubek` takes pieces with gaps for something else.
 pub(crate) fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
     if is_m_major(&x) {
         return transpose(transposed(x), dtype, pieces);

@@ -1,4 +1,5 @@
-//! Projections in CubeCL: products, and what stands around them, the end of a sub-layer in one pass.
+//! Projections in CubeCL: products, and what stands around them, the end of a sub-layer in one
+//! pass.
 
 pub(crate) mod gemm;
 pub(crate) mod gemm_simt;
@@ -118,7 +119,8 @@ where
     }
 }
 
-/// The gradients of a weight, f32 and added to `sum`, and of a bias, as far as they are wanted, from that of the outputs
+/// The gradients of a weight, f32 and added to `sum`, and of a bias, as far as they are wanted,
+/// from that of the outputs
 /// `[rows, d_output]` and the inputs `[rows, d_input]`.
 pub(crate) fn parameter_gradients<R: CubeRuntime>(
     grad: CubeTensor<R>,
@@ -141,7 +143,8 @@ pub(crate) fn parameter_gradients<R: CubeRuntime>(
     (Some(weight), None)
 }
 
-/// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where another kernel is for it.
+/// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where
+/// another kernel is for it.
 fn few_rows_linear<R, F, I, BT>(
     operands: &LinearForward<CubeBackend<R, F, I, BT>>,
 ) -> Option<Tensor<CubeBackend<R, F, I, BT>, 2>>

@@ -1,5 +1,5 @@
-//! The GEMM for few rows on Hopper, in CUDA C++ (`gemm_few_rows.cu`): the norm before a projection, the product, and what follows it in one
-//! launch, as decoding many texts has them.
+//! The GEMM for few rows on Hopper, in CUDA C++ (`gemm_few_rows.cu`): the norm before a projection,
+//! the product, and its epilogue in one launch, as in batched decoding.
 
 use std::sync::Mutex;
 
@@ -21,12 +21,14 @@ const COLUMNS: usize = 64;
 const WARPGROUP: usize = 128;
 /// The rows that it is compiled for.
 const TOKENS: [usize; 4] = [16, 32, 64, 128];
-/// Bytes of shared memory of a block where two blocks are on a multiprocessor, and of a multiprocessor.
+/// Bytes of shared memory of a block where two blocks are on a multiprocessor, and of a
+/// multiprocessor.
 const SHARED_BYTES_OF_TWO: usize = 112_000;
 const MULTIPROCESSOR_BYTES: usize = 228 << 10;
 /// More stages bring nothing.
 const MOST_STAGES: usize = 8;
-/// The most rows that are normalised in the same launch: more of them want registers that would keep a second block away.
+/// The most rows that are normalised in the same launch: more of them want registers that would
+/// keep a second block away.
 const NORM_ROWS: usize = 64;
 /// Up to so many blocks for each multiprocessor, K is cut further.
 const BLOCKS_EACH: f64 = 1.5;
@@ -61,12 +63,13 @@ impl GemmFewRows {
         self.tokens * (self.warpgroups * COLUMNS + 4) * 4
     }
 
-    /// Bytes that are there beside the stages while these are in use: where K is cut, sums take their place.
+    /// Shared memory besides the stages while these are in use: with split K, sums replace them.
     fn kept_bytes(&self) -> usize {
         if self.split == 1 { self.sums_bytes() } else { 0 }
     }
 
-    /// As many stages as leave room for another block; where these would be too few, as many as there is room for.
+    /// As many stages as leave room for another block; where these would be too few, as many as
+    /// there is room for.
     fn stages(&self) -> usize {
         let room = |bytes: usize| bytes.saturating_sub(self.kept_bytes()) / self.stage_bytes();
         match room(SHARED_BYTES_OF_TWO) {
@@ -156,9 +159,11 @@ pub(super) fn kernels() -> impl Iterator<Item = impl CudaKernel> {
 }
 
 /// `activation(norm(x) * weight^T + bias)`, or `norm(x) * weight^T + bias + residual`, as far as these are there, for 16-bit `x` `[m, k]`
-/// and `weight` `[n, k]`. None where the device is no Hopper GPU, or the product is not one for this kernel: the caller has others.
+/// and `weight` `[n, k]`. None where the device is no Hopper GPU, or the product is not one for
+/// this kernel: the caller has others.
 ///
-/// None as well where there is a norm, and it is not an RMS norm of up to 64 rows in bf16: it is another launch then.
+/// None as well where there is a norm, and it is not an RMS norm of up to 64 rows in bf16: it is
+/// another launch then.
 pub(crate) fn few_rows_product<R: CubeRuntime>(
     x: &CubeTensor<R>,
     norm: Option<&CubeNorm<R>>,
@@ -209,11 +214,13 @@ fn kernel<R: CubeRuntime>(
     let tokens = TOKENS.into_iter().find(|tokens| m <= *tokens).unwrap_or(TOKENS[TOKENS.len() - 1]);
     let processors = multiprocessors(x) as usize;
     let (many, narrow) = (m > 2 * tokens, m.div_ceil(tokens) * n.div_ceil(COLUMNS));
-    // Wide tiles read `x` less often: for many columns, and for many rows where narrow ones would be too many to halve K.
+    // Wide tiles read `x` less often: for many columns, and for many rows where narrow ones would
+    // be too many to halve K.
     let wide = gated || n.div_ceil(COLUMNS) >= 2 * processors || many && 2 * narrow > processors;
     let mut kernel =
         GemmFewRows { half, tokens, warpgroups: 1 + usize::from(wide), split: 1, out_f32, activation, gated, norm };
-    // Sums of many rows cost more than a longer run of K. Racecheck fails where blocks read each other's shared memory.
+    // Sums of many rows cost more than a longer run of K. Racecheck fails where blocks read each
+    // other's shared memory.
     let most = match tokens {
         _ if cuda::for_racecheck() => 1,
         128 => 4,
@@ -252,9 +259,10 @@ impl GemmFewRows {
         assert!(gamma.is_none_or(|gamma| gamma.meta.num_elements() == k), "linear: a norm of {k} columns");
         assert!(residual.is_none_or(|x| *x.meta.shape() == [m, outputs].into()), "linear: a residual [{m}, {outputs}]");
         let blocks = self.blocks([m, outputs], multiprocessors(x) as usize);
-        // SAFETY: TMA reads within the matrices that its maps were made of; `out` and the residual are read and written below m and their
-        // columns, the bias below n and gamma below k, which were just compared; all are without gaps, and vectors of four are whole, as
-        // the numbers of columns are multiples of eight.
+        // SAFETY: TMA reads within the matrices that its maps were made of; `out` and the residual
+        // are read and written below m and their columns, the bias below n and gamma below k, which
+        // were just compared; all are without gaps, and vectors of four are whole, as the numbers
+        // of columns are multiples of eight.
         unsafe { cuda::launch(x, self, blocks as u32, arguments) };
     }
 }

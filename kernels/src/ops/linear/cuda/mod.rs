@@ -1,5 +1,5 @@
-//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, with bias, activation and residual in the same launch, and for those
-//! of f32. That for few rows is [another](few_rows).
+//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, with bias, activation
+//! and residual in the same launch, and for those of f32. That for few rows is [another](few_rows).
 
 mod few_rows;
 mod split;
@@ -86,9 +86,9 @@ struct GemmHopper {
     numbers: Numbers,
     /// Columns of a tile.
     columns: usize,
-    /// Whether `a` lies with M contiguous, and not K.
+    /// Whether `a` is contiguous along M, not K.
     a_major_m: bool,
-    /// Whether `b` lies with N contiguous, and not K.
+    /// Whether `b` is contiguous along N, not K.
     b_major_n: bool,
     /// Whether the result is f32.
     out_f32: bool,
@@ -130,7 +130,7 @@ impl GemmHopper {
         self.columns / (1 + usize::from(self.gated))
     }
 
-    /// Bytes beside the stages: the result on its way out, the bias, and barriers.
+    /// Shared memory besides the stages: the output, the bias, and barriers.
     fn other_bytes(&self) -> usize {
         let out = if self.out_f32 { 0 } else { ROWS * self.out_columns() * 2 };
         CONSUMERS * (out + self.columns * 4) + 256
@@ -222,13 +222,14 @@ fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
     widths.into_iter().flat_map(bf16).chain(widths.into_iter().flat_map(of_f32))
 }
 
-/// Whether there are tiles of so many columns: the halves of a gate's are written in blocks of 64 columns, and for dropout the widest ones have no
-/// registers.
+/// Whether there are tiles of so many columns: the halves of a gate's are written in blocks of 64
+/// columns, and for dropout the widest ones have no registers.
 fn fits(columns: usize, gated: bool, dropout: bool) -> bool {
     (!gated || columns.is_multiple_of(128)) && (!dropout || columns < WIDEST)
 }
 
-/// Whether there are tiles of so many columns for f32: what is split has sums twice, for which the widest ones have no registers.
+/// Whether there are tiles of so many columns for f32: what is split has sums twice, for which the
+/// widest ones have no registers.
 fn fits_f32(columns: usize, numbers: Numbers) -> bool {
     numbers != Numbers::SplitF32 || columns < WIDEST
 }
@@ -236,11 +237,13 @@ fn fits_f32(columns: usize, numbers: Numbers) -> bool {
 /// What follows a product in the same launch.
 #[derive(Clone)]
 enum Epilogue<R: CubeRuntime> {
-    /// f32: whether what is there already is added to, and where the sums of the rows of `a` over each stage go, f32 `[stages, m]`.
+    /// f32: whether to add to the destination, and where to write the row sums of `a` over each
+    /// stage, f32 `[stages, m]`.
     Sums(bool, Option<CubeTensor<R>>),
     /// Dropout, and a residual `[m, n]` to add, if they are there.
     Residual(Option<Dropout>, Option<CubeTensor<R>>),
-    /// A nonlinearity by its number in the source, whether it gates, and where its slopes go, `[m, columns of b]`.
+    /// A nonlinearity by its number in the source, whether it gates, and where its slopes go, `[m,
+    /// columns of b]`.
     Activation(usize, bool, Option<CubeTensor<R>>),
     /// Slopes to multiply by, `[m, n]`, or two of these side by side.
     Slopes(CubeTensor<R>),
@@ -272,7 +275,8 @@ impl<R: CubeRuntime> Epilogue<R> {
 }
 
 /// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
-/// operands. None where the device is no Hopper GPU, the product is too small, something lies as TMA cannot read it, or something is to be added to f32.
+/// operands. None where the device is no Hopper GPU, the product is too small, an operand has a
+/// layout that TMA cannot read, or something is to be added to f32.
 pub(super) fn hopper_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -297,8 +301,8 @@ pub(super) fn hopper_product<R: CubeRuntime>(
     Some(out)
 }
 
-/// Adds `a * b` to `sum`, f32 `[m, n]`; false where it does not: something else holds `sum`, there are gaps in it, or for the reasons that
-/// [`hopper_product`] has.
+/// Adds `a * b` to `sum`, f32 `[m, n]`; false where it does not: something else holds `sum`, there
+/// are gaps in it, or for the reasons that [`hopper_product`] has.
 pub(super) fn hopper_product_into<R: CubeRuntime>(
     sum: &mut CubeTensor<R>,
     a: &CubeTensor<R>,
@@ -320,8 +324,9 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
     }
 }
 
-/// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`, f32 `[m]`, where `a` is of 16 bits and lies with M
-/// contiguous: the launch leaves those over each stage, which one more adds up. None for the reasons that [`hopper_product_into`] has.
+/// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`, f32 `[m]`, where `a` is of 16 bits and contiguous along M:
+/// the launch computes those over each stage, and another one adds them up. None for the reasons
+/// that [`hopper_product_into`] has.
 pub(super) fn hopper_product_and_row_sums<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -353,8 +358,8 @@ fn takes_sums<R: CubeRuntime>(sum: &mut CubeTensor<R>, shape: [usize; 2]) -> boo
 }
 
 /// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in its place, where there is one, which has no gaps,
-/// begins at a multiple of 8 bytes, and is nobody else's. None where the device is no Hopper GPU, the product is too small, or rows lie as TMA cannot read
-/// them.
+/// begins at a multiple of 8 bytes, and is nobody else's. None where the device is no Hopper GPU,
+/// the product is too small, or rows lie as TMA cannot read them.
 fn f32_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -386,7 +391,8 @@ fn f32_product<R: CubeRuntime>(
     Some(out)
 }
 
-/// A matrix `[rows, k]` with K contiguous, and rows that begin at multiples of 16 bytes where K allows it: copied only if it lies otherwise.
+/// A matrix `[rows, k]` contiguous along K, with rows aligned to 16 bytes where K allows it: copied
+/// only if need be.
 fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let mut x = k_major(x.clone(), x.dtype, 1, true);
     x.meta.remove(0);
@@ -442,7 +448,8 @@ fn numbered(activation: Activation) -> Option<(usize, bool)> {
     }
 }
 
-/// The kernel for a product, if there is one that works, and how many tiles each cluster computes as a whole.
+/// The kernel for a product, if there is one that works, and how many tiles each cluster computes
+/// as a whole.
 fn plan<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -530,15 +537,16 @@ impl GemmHopper {
         let arguments = arguments.pointer(&partial).pointer(&ready);
         let words = [m, n, k, whole_rounds, bias_kind, adds.into()];
         let arguments = words.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
-        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are read and written in pairs below m and n, where n is even and
+        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results
+        // are read and written in pairs below m and n, where n is even and
         // `out` has no gaps and begins at a pair, the sums of rows over each stage below m, of which there are as many, and the bias is read below the columns of `b`, of which `plan` found it to have
         // as many; each consumer of each block has a place of its own for what it leaves of a tile.
         unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
     }
 }
 
-/// The axis along which TMA reads a matrix: `first` where both would do. None where neither is contiguous, or runs do not
-/// begin at multiples of 16 bytes.
+/// The axis along which TMA reads a matrix: `first` where both would do. None where neither is
+/// contiguous, or runs do not begin at multiples of 16 bytes.
 fn tma_axis<R: CubeRuntime>(x: &CubeTensor<R>, first: usize) -> Option<usize> {
     let (shape, strides, size) = (x.meta.shape(), x.meta.strides(), x.dtype.size());
     let aligned = |bytes: usize| bytes.is_multiple_of(16);

@@ -15,8 +15,8 @@ const LACKED: u32 = 13;
 /// The exponent of what is no finite number.
 const NOT_FINITE: u32 = 0x7f80_0000;
 
-/// A matrix `[rows, k]` as `[rows, 2 * depth]`, where `depth` is K in whole stages: rounded numbers and zeros up to the stage's end, then what was
-/// rounded off, and zeros.
+/// A matrix `[rows, k]` as `[rows, 2 * depth]`, where `depth` is K in whole stages: rounded numbers
+/// and zeros up to the stage's end, then what was rounded off, and zeros.
 pub(super) fn split<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let (x, stride) = rows(x);
     let [n_rows, k] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -24,7 +24,8 @@ pub(super) fn split<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let out = empty(&x, [n_rows, 2 * depth], DType::F32);
     let vector = row_vector(&[&x, &out], &[k, stride, depth]);
     let units = n_rows * depth / vector;
-    // SAFETY: each unit below `units` reads a vector of a row where it has one, and writes the two of its own.
+    // SAFETY: each unit below `units` reads a vector of a row where it has one, and writes the two
+    // of its own.
     unsafe {
         split_kernel::launch_unchecked(
             &x.client,

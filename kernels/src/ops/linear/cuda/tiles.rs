@@ -1,20 +1,25 @@
-//! How the GEMM for Hopper cuts a product, computed from what tiles were measured to cost; nothing is tuned at run time.
+//! How the GEMM for Hopper cuts a product, computed from what tiles were measured to cost; nothing
+//! is tuned at run time.
 
-/// How the GEMM for Hopper cuts a product into tiles of 256 rows, each computed by a cluster of two blocks.
+/// How the GEMM for Hopper cuts a product into tiles of 256 rows, each computed by a cluster of two
+/// blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tiles {
     /// Columns of a tile.
     pub(super) columns: usize,
-    /// Whole tiles of each cluster, one after the other; those left are cut along K, in equal parts.
+    /// Whole tiles of each cluster, one after the other; those left are cut along K, in equal
+    /// parts.
     pub(super) whole_rounds: usize,
 }
 
 /// Columns of the widest tile for Hopper.
 pub(super) const WIDEST: usize = 256;
 
-/// What tiles cost a cluster on an H100, in microseconds: a stage of 64 of K, the end of a tile, the parts of tiles that are cut,
-/// and each further part of a tile; and, with one column of tiles, by what share a stage takes longer whose rows are added up, too (four weights' gradients of GPT-2 on an H200). The others are fitted to 33 products; from ends and cuts is taken what was measured to be saved on an H200 when their stores
-/// lost their branches.
+/// What tiles cost a cluster on an H100, in microseconds: a stage of 64 of K, the end of a tile,
+/// the parts of tiles that are cut, and each further part of a tile; and, with one column of tiles,
+/// by what share a stage takes longer whose rows are added up, too (four weights' gradients of
+/// GPT-2 on an H200). The others are fitted to 33 products; from ends and cuts is taken what was
+/// measured to be saved on an H200 when their stores lost their branches.
 struct TileCosts {
     columns: usize,
     stage: f64,
@@ -30,8 +35,9 @@ const TILE_COSTS: [TileCosts; 3] = [
     TileCosts { columns: WIDEST, stage: 0.79, end: 1.1, cut: 13.0, part: 3.6, summing: 0.08 },
 ];
 
-/// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
-/// cluster waits long for others. With `row_sums` each column of tiles adds up rows of its share of the stages. None where no number of columns is `allowed`.
+/// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read
+/// less, on the other such that no cluster waits long for others. With `row_sums` each column of
+/// tiles adds up rows of its share of the stages. None where no number of columns is `allowed`.
 pub(super) fn tiles(
     [m, n, k]: [usize; 3],
     clusters: usize,
@@ -97,7 +103,8 @@ mod tests {
         // With the sums of rows wide tiles are the faster ones.
         let columns = |row_sums| tiles([3072, 768, 65_536], CLUSTERS, row_sums, |_| true).map(|tiles| tiles.columns);
         assert_eq!([columns(false), columns(true)], [Some(192), Some(WIDEST)]);
-        // The product of as many numbers whose sums are short is not: 192 tiles of 256 columns are three rounds of 66 clusters.
+        // The product of as many numbers whose sums are short is not: 192 tiles of 256 columns are
+        // three rounds of 66 clusters.
         assert_eq!(
             tiles([16_384, 768, 768], CLUSTERS, false, |_| true),
             Some(Tiles { columns: WIDEST, whole_rounds: 3 })

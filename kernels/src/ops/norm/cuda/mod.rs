@@ -10,16 +10,17 @@ use crate::cubecl::empty;
 use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
 use crate::multiprocessors::multiprocessors;
 
-/// Warps of a block, which have a row each at a time.
+/// Warps of a block, with a row each at a time.
 const WARPS: usize = 8;
-/// Rows that a warp has in shared memory.
+/// Rows per warp in shared memory.
 const STAGES: usize = 3;
-/// A lane has a row's sums for both weights in registers, which would be too many for wider ones; of narrower ones not every lane has a part.
+/// A lane holds sums of both weights' gradients in registers, which limits the width; with narrower
+/// rows, not every lane has a part.
 const COLUMNS: std::ops::RangeInclusive<usize> = 256..=1280;
-/// The source counts rows in 32 bits, and a few further.
+/// The source counts rows in 32 bits, with a margin.
 const MOST_ROWS: usize = 1 << 30;
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct NormBackwardHopper {
     /// The dtype of rows in the source.
@@ -94,8 +95,9 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     kernels.into_iter().map(move |(columns, layer, adds)| cuda::named(kernel(columns, layer, adds)))
 }
 
-/// The operands of a norm's backward pass: `x`, `grad` and `residual` `[rows, columns]` of one dtype, each with the distance of its rows in elements; `inverse` and, of layer norms,
-/// `mean` `[rows, 1]`, f32; and gamma `[columns]`.
+/// The operands of a norm's backward pass: `x`, `grad` and `residual` `[rows, columns]` of one
+/// dtype, with row strides in elements; `inverse` and, for layer norms, `mean` `[rows, 1]`, f32;
+/// and gamma `[columns]`.
 pub(super) struct NormedRows<'a, R: CubeRuntime> {
     pub(super) x: (&'a CubeTensor<R>, usize),
     pub(super) grad: (&'a CubeTensor<R>, usize),
@@ -103,12 +105,14 @@ pub(super) struct NormedRows<'a, R: CubeRuntime> {
     pub(super) mean: Option<&'a CubeTensor<R>>,
     pub(super) inverse: &'a CubeTensor<R>,
     pub(super) gamma: &'a CubeTensor<R>,
-    /// Whether there is a shift, whose gradient is wanted.
+    /// Whether there is a shift that needs a gradient.
     pub(super) shifted: bool,
 }
 
-/// The gradient of `x`, and parts of those of the weights, `[blocks, columns]` or `[blocks, 2 columns]`, f32, which are yet to be added up. None where
-/// the device is no Hopper GPU, [no kernel](NormBackwardHopper::for_rows) is for the operands or it does not run, or not every warp would have a row: the caller has another kernel.
+/// The gradient of `x`, and partial gradients of the weights, `[blocks, columns]` or `[blocks, 2
+/// columns]`, f32, to be summed. None if the device is not Hopper, [no
+/// kernel](NormBackwardHopper::for_rows) supports the operands or it does not run, or there are too
+/// few rows to fill the warps.
 pub(super) fn norm_backward<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<(CubeTensor<R>, CubeTensor<R>)> {
     let (x, _) = rows.x;
     let kernel = NormBackwardHopper::for_rows(rows)?;
@@ -118,7 +122,8 @@ pub(super) fn norm_backward<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<(Cub
 }
 
 impl NormBackwardHopper {
-    /// The kernel for these operands: 16-bit rows that are whole vectors of 16 bytes and not too narrow or wide, and gamma in f32 or their dtype.
+    /// The kernel for these operands: 16-bit rows of whole 16-byte vectors, not too narrow or wide,
+    /// and gamma in f32 or their dtype.
     fn for_rows<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<Self> {
         let NormedRows { x: (x, _), grad, residual, mean, inverse, gamma, shifted } = *rows;
         let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -156,8 +161,9 @@ impl NormBackwardHopper {
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
         let words = [n_rows, stride, grad.1, residual.1];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: the operands are those that the kernel is for. A warp reads rows below `n_rows` of matrices that have so many, whole vectors at multiples of 16 bytes,
-        // and their mean and inverse, and writes its own rows of `d_x`; a block writes its own row of `partial`.
+        // SAFETY: the operands are those that the kernel is for. A warp reads rows below `n_rows`
+        // of matrices that have so many, whole vectors at multiples of 16 bytes, and their mean and
+        // inverse, and writes its own rows of `d_x`; a block writes its own row of `partial`.
         unsafe { cuda::launch(x, self, blocks as u32, arguments) };
         (d_x, partial)
     }

@@ -1,4 +1,5 @@
-//! Gradients of a tile of keys and of their values. Tiles of scores are transposed here: keys down, queries across.
+//! Gradients of a tile of keys and of their values. Tiles of scores are transposed here: keys down,
+//! queries across.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -25,7 +26,8 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
     let width = width(&[query, key, value, grad, d_key, d_value], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_kv_heads * dims.keys.div_ceil(variant.tile());
-    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
+    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its
+    // own.
     unsafe {
         launch!(
             backward_kv_kernel::BackwardKvKernel,

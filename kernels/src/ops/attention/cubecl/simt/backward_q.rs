@@ -25,7 +25,8 @@ pub(in crate::ops::attention::cubecl) fn backward_q<R: CubeRuntime>(
     let width = width(&[query, key, value, grad, d_query], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(variant.tile());
-    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
+    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its
+    // own.
     unsafe {
         launch!(
             backward_q_kernel::BackwardQKernel,

@@ -26,7 +26,8 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
     let width = width(&[query, key, value, output], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(variant.tile());
-    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
+    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its
+    // own.
     unsafe {
         launch!(
             forward_kernel::ForwardKernel,

@@ -1,8 +1,10 @@
-//! Attention on any device: products in f32 (SIMT, without tensor cores), tile by tile through shared memory.
+//! Attention on any device: f32 products without tensor cores (SIMT), tile by tile in shared
+//! memory.
 //!
-//! A cube is a square of `side * side` units, and each unit has a block of four by four of a tile: of the scores, of their
-//! gradients, and of each slice of the accumulators. All three products of a tile have one of two shapes:
-//! [`dots`](tile::dots), of the rows of two slices, and [`accumulate`](tile::accumulate), of a tile and a slice.
+//! A cube has `side * side` units, each with a 4 x 4 block of a tile: of scores, of their
+//! gradients, and of each slice of the accumulators. All three products of a tile have one of two
+//! forms: [`dots`](tile::dots) of the rows of two slices, and [`accumulate`](tile::accumulate) of a
+//! tile and a slice.
 //!
 //! ```text
 //!              4 * side columns             a unit (x, y)
@@ -32,10 +34,10 @@ pub(super) use self::row_statistics::row_statistics;
 /// Four elements side by side.
 type Quad = Vector<f32, Const<4>>;
 
-/// What the kernels are compiled for.
+/// Compile-time values of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
-    /// A tile has four times this many rows and columns, a cube the square of it of units.
+    /// A tile has four times as many rows and columns; a cube has the square as units.
     pub(super) side: usize,
     pub(super) head_dim: usize,
     pub(super) mask: MaskKind,
@@ -48,7 +50,7 @@ impl Variant {
         4 * self.side
     }
 
-    /// How many slices a head is cut into, each as wide as a tile.
+    /// Number of slices of a head, each as wide as a tile.
     pub(super) const fn slices(&self) -> usize {
         self.head_dim.div_ceil(self.tile())
     }
@@ -57,7 +59,7 @@ impl Variant {
         CubeDim::new_1d((self.side * self.side) as u32)
     }
 
-    /// The largest tiles that the device has room for and a head fills.
+    /// The largest tiles that fit the device and are filled by a head.
     pub(super) fn choose<R: CubeRuntime>(
         client: &ComputeClient<R>,
         head_dim: usize,
@@ -71,7 +73,8 @@ impl Variant {
         if fits && head_dim > 32 { large } else { variant(8) }
     }
 
-    /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial sums of rows.
+    /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial
+    /// sums of rows.
     const fn shared_bytes(&self) -> usize {
         16 * (2 * self.tile() * (self.side + 1) + self.tile() * self.side + self.side * self.side)
     }

@@ -12,8 +12,8 @@ use crate::cubecl::{array, empty, grid, launch};
 const UNITS_OF_ROW: u32 = 8;
 const ROWS: u32 = 32;
 
-/// For each row of scores, `[batch_size, n_heads, seq_length, 2]`: its log-sum-exp, and the product of its output and
-/// of the output's gradient.
+/// For each row of scores, `[batch_size, n_heads, seq_length, 2]`: its log-sum-exp, and the product
+/// of its output and of the output's gradient.
 pub(in crate::ops::attention::cubecl) fn row_statistics<R: CubeRuntime>(
     grad: &Heads<R>,
     output: &Heads<R>,

@@ -8,7 +8,8 @@ use super::{Quad, Variant};
 use crate::masked::MASKED;
 use crate::random::cubecl::Rounds;
 
-/// From a score and the gradient of its dropped probability: the dropped probability, and the score's gradient.
+/// From a score and the gradient of its dropped probability: the dropped probability, and the
+/// score's gradient.
 #[cube]
 pub(super) fn score_gradient(
     score: f32,
@@ -54,15 +55,17 @@ pub(super) fn zeroed(#[comptime] slices: usize) -> Array<Quad> {
     sums
 }
 
-/// Where a row of a slice lies in shared memory. Columns of a unit's block come from four rows of a slice: spread, so
-/// that neighbouring units read neighbouring rows, whose padding sends them to different banks.
+/// The position of a slice's row in shared memory. Columns of a unit's block come from four rows of
+/// a slice, spread so that neighbouring units read neighbouring rows, whose padding avoids bank
+/// conflicts.
 #[cube]
 pub(super) fn slot(row: u32, #[comptime] spread: bool, #[comptime] variant: Variant) -> u32 {
     let side = comptime!(variant.side as u32);
     if spread { (row % 4 * side + row / 4) * (side + 1) } else { row * (side + 1) }
 }
 
-/// Loads a slice of a tile's rows, from row `first` on, with zeros after the last row and the head's last element.
+/// Loads a slice of a tile's rows, from row `first` on, with zeros after the last row and the
+/// head's last element.
 #[cube]
 pub(super) fn load<F: Float, N: Size>(
     from: &Array<Vector<F, N>>,
@@ -141,7 +144,8 @@ pub(super) fn store<F: Float, N: Size>(
     }
 }
 
-/// Adds to a unit's block of scores the products of its rows, with the unit's columns, over a slice.
+/// Adds to a unit's block of scores the products of its rows, with the unit's columns, over a
+/// slice.
 #[cube]
 pub(super) fn dots(
     rows: &SharedMemory<Quad>,

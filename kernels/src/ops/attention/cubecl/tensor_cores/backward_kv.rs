@@ -1,4 +1,5 @@
-//! Gradients of a tile of keys and of their values. Tiles of scores are transposed here: keys down, queries across.
+//! Gradients of a tile of keys and of their values. Tiles of scores are transposed here: keys down,
+//! queries across.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -26,7 +27,8 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
     let variant = Variant::backward_kv(dims.head_dim, mask.kind(), options.dropout.is_some());
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_kv_heads * variant.slices * dims.keys.div_ceil(variant.rows());
-    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
+    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its
+    // own.
     unsafe {
         launch!(
             backward_kv_kernel::BackwardKvKernel,

@@ -1,8 +1,8 @@
-//! Attention on tensor cores: 16-bit products with sums in f32 (Dao, 2023).
+//! Attention on tensor cores: 16-bit products with f32 accumulation (Dao, 2023).
 //!
-//! A cube has four planes, and each plane whole rows of a tile: scores, probabilities and accumulators stay in its
-//! registers, in the layout in which `mma` takes and gives them ([`tensor_cores`](crate::cubecl::tensor_cores)), so that a
-//! tile of probabilities is already the left operand of its product with the values.
+//! A cube has four planes, each with whole rows of a tile. Scores, probabilities and accumulators
+//! stay in registers, in the layout of `mma` ([`tensor_cores`](crate::cubecl::tensor_cores)), so
+//! that a tile of probabilities is already the left operand of its product with the values.
 //!
 //! ```text
 //! forward: one cube a tile of queries        backward_kv: one cube a tile of keys
@@ -35,19 +35,20 @@ pub(super) use self::forward::forward;
 const PLANES: usize = 4;
 const UNITS: usize = 32 * PLANES;
 
-/// What a kernel is compiled for.
+/// Compile-time values of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
     pub(super) head_dim: usize,
-    /// How many times 16 rows a plane has.
+    /// Rows per plane, in units of 16.
     pub(super) bands: usize,
     /// Columns of a tile of scores.
     pub(super) columns: usize,
-    /// Whether a plane keeps its rows of the operands in registers.
+    /// Whether a plane keeps its operand rows in registers.
     pub(super) holds: bool,
-    /// Whether the next tile is fetched while one is worked on.
+    /// Whether the next tile is prefetched.
     pub(super) ahead: bool,
-    /// How many cubes share the accumulators of a tile, each with as many of the head's columns.
+    /// Number of cubes that share the accumulators of a tile, each with an equal part of the head's
+    /// columns.
     pub(super) slices: usize,
     pub(super) mask: MaskKind,
     pub(super) drops: bool,
@@ -79,12 +80,12 @@ impl Variant {
         16 * self.bands * PLANES
     }
 
-    /// Vectors of sixteen bytes in a row.
+    /// Sixteen-byte vectors per row.
     pub(super) const fn wide(&self) -> usize {
         self.head_dim / 8
     }
 
-    /// The same in shared memory: an odd number, so that neighbouring rows begin at different banks.
+    /// The same in shared memory: odd, so that neighbouring rows start in different banks.
     pub(super) const fn stride(&self) -> usize {
         self.wide() + 1
     }
@@ -99,13 +100,13 @@ impl Variant {
         self.depth().div_ceil(self.slices)
     }
 
-    /// Vectors of a tile of `rows` rows that a unit carries.
+    /// Vectors of a tile of `rows` rows per unit.
     pub(super) const fn share(&self, rows: usize) -> usize {
         (rows * self.wide()).div_ceil(UNITS)
     }
 }
 
-/// Whether the tensor-core kernels can run: on their device, dtype and sizes, with all rows beginning at whole vectors.
+/// Whether the tensor-core kernels support device, dtype, sizes and alignment.
 pub(super) fn supported<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize) -> bool {
     // Shared memory of the largest kernel: four tiles of 64 rows.
     let shared = 4 * 64 * 2 * (head_dim + 8);

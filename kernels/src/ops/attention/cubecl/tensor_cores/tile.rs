@@ -1,4 +1,4 @@
-//! Tiles between memory, shared memory and the registers of a plane, and their products.
+//! Tiles between memory, shared memory and a plane's registers, and their products.
 
 use cubecl::prelude::*;
 
@@ -8,8 +8,8 @@ use super::{UNITS, Variant};
 use crate::cubecl::tensor_cores::{Half, Pair, Wide, left_rows, multiply, right_columns, right_rows};
 use crate::masked::MASKED;
 
-/// Hides scores of a plane's queries: those of keys that a row, which may see those from its `begin` to its `last`, does not
-/// see, and those of keys past the last one. `first_key` is that of the lane's first column.
+/// Masks scores of a plane's queries: keys outside of a row's range `begin` to `last`, and keys
+/// past the end. `first_key` is the key of the lane's first column.
 #[cube]
 pub(super) fn hide(
     scores: &mut Array<Pair>,
@@ -37,7 +37,7 @@ pub(super) fn hide(
     }
 }
 
-/// Reads a unit's share of a tile's rows, from row `first` on, with zeros after the last row.
+/// Reads a unit's share of a tile's rows, from row `first` on, with zeros past the last row.
 #[cube]
 pub(super) fn fetch<F: Float>(
     from: &Array<Wide<F>>,
@@ -88,14 +88,14 @@ pub(super) fn put<F: Float>(
     for step in 0..comptime!(variant.share(count)) {
         let at = UNIT_POS + comptime!((step * UNITS) as u32);
         let index = (at / wide * comptime!(variant.stride() as u32) + at % wide) as usize;
-        // Every unit has its share but in the last round.
+        // All units have a share, except in the last round.
         if comptime!((step + 1) * UNITS <= vectors as usize) || at < vectors {
             tile[index] = part[step];
         }
     }
 }
 
-/// A plane's rows of a tile in registers, where they are kept there.
+/// A plane's rows of a tile, if kept in registers.
 #[cube]
 pub(super) fn hold<F: Float>(
     tile: &SharedMemory<Wide<F>>,
@@ -116,7 +116,8 @@ pub(super) fn hold<F: Float>(
     held
 }
 
-/// Adds to a tile of scores the products of a plane's rows, held or in `left`, with the rows of `right`.
+/// Adds the products of a plane's rows, held or in `left`, with the rows of `right` to a tile of
+/// scores.
 #[cube]
 pub(super) fn dots<F: Float>(
     held: &Array<Half<F>>,
@@ -156,8 +157,8 @@ pub(super) fn dots<F: Float>(
     }
 }
 
-/// Adds to a plane's accumulators the product of its tile of scores with the columns of `right`, from block
-/// `first_block` on.
+/// Adds the product of a plane's tile of scores with columns of `right`, from block `first_block`
+/// on, to its accumulators.
 #[cube]
 pub(super) fn accumulate<F: Float>(
     scores: &Array<Pair>,
@@ -191,8 +192,8 @@ pub(super) fn accumulate<F: Float>(
     }
 }
 
-/// Stores a plane's accumulators, each row times its factor, in the rows from `first` on and the columns from block
-/// `first_block` on.
+/// Stores a plane's accumulators, each row times its factor, to rows from `first` on and columns
+/// from block `first_block` on.
 #[cube]
 pub(super) fn store<F: Float>(
     to: &mut Array<Half<F>>,

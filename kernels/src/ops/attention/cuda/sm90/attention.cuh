@@ -1,16 +1,19 @@
 // What the attention kernels for Hopper share.
 //
-// A block keeps a tile of 128 rows, 64 for each of its two consumer warpgroups, and a warp of the producer brings the tiles of the
-// other side one after the other through a ring of stages. Blocks stay, and take one tile after the other.
+// A block keeps a tile of 128 rows, 64 for each of its two consumer warpgroups, and a warp of the
+// producer brings the tiles of the other side one after the other through a ring of stages. Blocks
+// stay, and take one tile after the other.
 //
 //   forward    keeps Q       brings K, V     S = Q K^T       P = exp(S - max)                                 O += P V
 //   backward   keeps K, V    brings Q, dO    S^T = K Q^T     P^T = exp(..), dS^T = P^T (V dO^T - delta)       dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
-// Scores and their gradients stay in registers: as sums of one product they lie just as the left side of the next one does.
+// Scores and their gradients stay in registers: as sums of one product they lie just as the left
+// side of the next one does.
 //
 // Compiled with: HALF, HEAD_DIM (64, 128), MASK, DROPOUT (0, 1).
 
-// Which keys a query sees: all; those up to its own; those of a row of its own length; those of its document up to its own.
+// Which keys a query sees: all; those up to its own; those of a row of its own length; those of its
+// document up to its own.
 enum { EVERY, UP_TO_OWN, LENGTHS, DOCUMENTS };
 constexpr bool CAUSAL = MASK == UP_TO_OWN || MASK == DOCUMENTS;
 
@@ -37,9 +40,11 @@ __device__ __forceinline__ float scale_of(const Info& info) {
 struct DocumentTile {
     // Of each token, the first key that it sees.
     int first[64];
-    // The first key that any of these or of later tokens sees; the first one that all of these may see.
+    // The first key that any of these or of later tokens sees; the first one that all of these may
+    // see.
     int earliest, latest;
-    // Behind the last tile that sees any of the 128 keys from this tile on, where it is the first half of a tile of keys.
+    // Behind the last tile that sees any of the 128 keys from this tile on, where it is the first
+    // half of a tile of keys.
     int end;
     int unused;
 };
@@ -96,7 +101,8 @@ __device__ __forceinline__ Span keys_of(const Info& info, int query) {
     return {own - static_cast<int>(info.window) + 1, min(own, keys - 1)};
 }
 
-// The queries that see a key. What is behind the last query counts as well: nothing of it is added up.
+// The queries that see a key. What is behind the last query counts as well: nothing of it is added
+// up.
 __device__ __forceinline__ Span queries_of(const Info& info, int key) {
     int own = key - static_cast<int>(info.keys) + static_cast<int>(info.queries);
     if (!CAUSAL) {
@@ -135,8 +141,8 @@ __device__ __forceinline__ void sums_by_columns(float (&d)[HEAD_DIM / 8][4], con
     }
 }
 
-// Which of a thread's sums of a row of `N` columns are among the first `count` columns behind its own first one: a bit each. Two of
-// each eight columns are its own.
+// Which of a thread's sums of a row of `N` columns are among the first `count` columns behind its
+// own first one: a bit each. Two of each eight columns are its own.
 template <int N>
 __device__ __forceinline__ u32 among_first(int count) {
     static_assert(N <= 128, "bits");
@@ -144,8 +150,8 @@ __device__ __forceinline__ u32 among_first(int count) {
     return static_cast<u32>((1ull << (count / 8 * 2 + min(count % 8, 2))) - 1);
 }
 
-// Puts `instead` in the place of a tile's sums in columns outside a span, which is that of `span_of(row)` less `column`: rows are
-// counted in the warpgroup's tile.
+// Puts `instead` in the place of a tile's sums in columns outside a span, which is that of
+// `span_of(row)` less `column`: rows are counted in the warpgroup's tile.
 template <int N, class SpanOf>
 __device__ __forceinline__ void mask_sums(float (&sums)[N / 8][4], float instead, int column, SpanOf span_of) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -163,7 +169,8 @@ __device__ __forceinline__ void mask_sums(float (&sums)[N / 8][4], float instead
     }
 }
 
-// Whether a tile needs no mask: the spans of its first and of its last row both have all its columns.
+// Whether a tile needs no mask: the spans of its first and of its last row both have all its
+// columns.
 __device__ __forceinline__ bool spans(Span of_first, Span of_last, int column, int columns) {
     return of_first.first <= column && of_last.first <= column && of_first.last >= column + columns - 1 &&
            of_last.last >= column + columns - 1;

@@ -1,29 +1,33 @@
-// Attention, backward (Dao, 2023): tiles of keys and values stay, queries and the output's gradients come by, those of all heads
-// that share the keys. Scores are transposed: a key has a row, and each consumer has half of a tile's keys.
+// Attention, backward (Dao, 2023): tiles of keys and values stay, queries and the output's
+// gradients come by, those of all heads that share the keys. Scores are transposed: a key has a
+// row, and each consumer has half of a tile's keys.
 //
 //   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)     dV += P^T dO     dK += dS^T Q     dQ += dS K
 //
-// Sums of dQ are added up in f32, in memory; each consumer has half of the columns, over all 128 keys. Equal inputs give
-// equal bits, since the order is fixed: blocks take tiles of keys by a ticket, from a head's last to its first, and each begins with
-// the first queries that see its keys. So those whose turn is before a block's are ahead of it, and nobody waits for a later ticket:
+// Sums of dQ are added up in f32, in memory; each consumer has half of the columns, over all 128
+// keys. Equal inputs give equal bits, since the order is fixed: blocks take tiles of keys by a
+// ticket, from a head's last to its first, and each begins with the first queries that see its
+// keys. So those whose turn is before a block's are ahead of it, and nobody waits for a later
+// ticket:
 //
 //            time ->
 //   keys 2   | q 4 | q 5 |                                the first that reaches a tile of queries stores its sums,
 //   keys 1   | q 2 | q 3 | q 4 | q 5 |                    the next ones add theirs,
 //   keys 0   | q 0 | q 1 | q 2 | q 3 | q 4 | q 5 |        the last one writes the tile
 //
-// Of the producer's warps one brings tiles, one what is known of each query (log_sum_exp and delta), one waits for turns, and one ends
-// them. A consumer's step with tile i:
+// Of the producer's warps one brings tiles, one what is known of each query (log_sum_exp and
+// delta), one waits for turns, and one ends them. A consumer's step with tile i:
 //
 //   products      S(i)           dP(i)  dV(i)  dQ(i-1)         dK(i)
-//   beside them          exp(i), dQ(i-2) goes to memory  dS(i)
+//   meanwhile            exp(i), dQ(i-2) goes to memory  dS(i)
 
 constexpr int QUERIES = 64;
 // The sums of wide heads leave no registers for probabilities of 32 bits: 16 have to do.
 constexpr bool WIDE = HEAD_DIM > 64;
 constexpr int KEPT_BYTES = KEPT * HEAD_DIM * 2;
 constexpr int Q_BYTES = QUERIES * HEAD_DIM * 2;
-// What is known of a tile's queries: of each one log_sum_exp, delta, and what its row is to the cipher; of all their DocumentTile.
+// What is known of a tile's queries: of each one log_sum_exp, delta, and what its row is to the
+// cipher; of all their DocumentTile.
 constexpr int DELTA = QUERIES * 4, NUMBER = 2 * QUERIES * 4, DOCUMENT = NUMBER + DROPOUT * QUERIES * 4;
 constexpr int DOCUMENT_BYTES = MASK == DOCUMENTS ? sizeof(DocumentTile) : 0, LATEST = DOCUMENT + (QUERIES + 1) * 4;
 constexpr int STATISTICS_BYTES = DOCUMENT + DOCUMENT_BYTES;
@@ -33,8 +37,8 @@ constexpr int D_SCORES_BYTES = KEPT * QUERIES * 2;
 // A consumer's columns of dQ, and their bytes on their way out.
 constexpr int OWN_COLUMNS = HEAD_DIM / CONSUMERS;
 constexpr int D_QUERY_BYTES = QUERIES * OWN_COLUMNS * 2;
-// With wide heads there are no registers for probabilities with and without what is dropped: the former lie in shared memory for a while, 16
-// bytes of each thread side by side.
+// With wide heads there are no registers for probabilities with and without what is dropped: the
+// former lie in shared memory for a while, 16 bytes of each thread side by side.
 constexpr int ASIDE_BYTES = WIDE && DROPOUT ? KEPT * QUERIES * 2 : 0;
 constexpr int ASIDE_STRIDE = CONSUMERS * WARPGROUP * 16;
 static_assert(2 * KEPT_BYTES + STAGES * (2 * Q_BYTES + STATISTICS_BYTES) + BUFFERS * D_SCORES_BYTES + ASIDE_BYTES +
@@ -53,7 +57,8 @@ struct Shared {
     __device__ u32 q(int stage) const { return base + 2 * KEPT_BYTES + stage * 2 * Q_BYTES; }
     __device__ u32 grad(int stage) const { return q(stage) + Q_BYTES; }
     __device__ u32 d_scores(int buffer) const { return q(STAGES) + buffer * D_SCORES_BYTES; }
-    // A consumer's gradients of keys and of values, on their way out, lie where gradients of scores were.
+    // A consumer's gradients of keys and of values, on their way out, lie where gradients of scores
+    // were.
     __device__ u32 out(int consumer) const { return d_scores(consumer); }
     __device__ u32 aside() const { return d_scores(BUFFERS); }
     __device__ u32 d_query(int consumer) const { return aside() + ASIDE_BYTES + consumer * D_QUERY_BYTES; }
@@ -63,7 +68,8 @@ struct Shared {
     // One arrival of each warp but the one that brings tiles.
     __device__ u32 kept_empty() const { return barrier(1); }
     __device__ u32 d_scores_full(int buffer) const { return barrier(2 + buffer); }
-    // That it is the block's turn to add what a step gives to dQ; that the consumers have; that others know.
+    // That it is the block's turn to add what a step gives to dQ; that the consumers have; that
+    // others know.
     __device__ u32 turn(int step) const { return barrier(5 + step % 2); }
     __device__ u32 added(int step) const { return barrier(7 + step % 2); }
     __device__ u32 told(int step) const { return barrier(9 + step % 2); }
@@ -114,7 +120,8 @@ struct Keys {
     }
 };
 
-// The tiles of keys that a tile of queries sees, in the order of their turns: from the first one down to the last.
+// The tiles of keys that a tile of queries sees, in the order of their turns: from the first one
+// down to the last.
 struct Order {
     int first, last;
 
@@ -197,8 +204,8 @@ __device__ __forceinline__ Keys kept_keys(const Info& info, const Shared& shared
     return keys;
 }
 
-// By a warp, for each tile of queries that comes by: the step's number, the keys that are kept, the head's number among those of all
-// rows, and the tile's in it.
+// By a warp, for each tile of queries that comes by: the step's number, the keys that are kept, the
+// head's number among those of all rows, and the tile's in it.
 template <class Then>
 __device__ __forceinline__ void each_step(const Info& info, const Shared& shared, Then then) {
     int group = static_cast<int>(info.heads / info.kv_heads), step = 0;
@@ -251,10 +258,12 @@ __device__ void produce_statistics(const float2* statistics, const Info& info, c
     });
 }
 
-// Where a step's dQ goes: it is the first there, or is added, or is the last, which is written with what is there, if anything is.
+// How a step's dQ is accumulated: stored first, added, or finished by the last one, with earlier
+// sums if any.
 enum Kind { STORE = 1, ADD, FINISH, ALONE };
 
-// Waits until all tiles of keys whose turn is before have added to a tile of queries; `counts` says how many have.
+// Waits until all tiles of keys whose turn is before have added to a tile of queries; `counts` says
+// how many have.
 __device__ void await_turns(const u32* counts, const Info& info, const Shared& shared, const void* rows) {
     each_step(info, shared, [&](int step, const Keys& keys, int row_head, int block) {
         if (threadIdx.x % 32 > 0) {
@@ -299,7 +308,8 @@ __device__ __forceinline__ float half_of(u32 pair, int half) {
     return half ? both.y : both.x;
 }
 
-// What is known of the two queries that this thread has in block `i` of 8, from a list of all queries.
+// What is known of the two queries that this thread has in block `i` of 8, from a list of all
+// queries.
 __device__ __forceinline__ int2 two_ints(u32 place, int i) {
     int2 pair;
     asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
@@ -324,7 +334,8 @@ __device__ __forceinline__ void multiply_d_query(float (&d_query)[OWN_COLUMNS / 
     }
 }
 
-// dK += dS^T Q, of a consumer's keys. Of wide heads dS^T comes from shared memory, as there are no registers to keep it in.
+// dK += dS^T Q, of a consumer's keys. Of wide heads dS^T comes from shared memory, as there are no
+// registers to keep it in.
 __device__ __forceinline__ void multiply_d_key(float (&d_key)[HEAD_DIM / 8][4], const u32 (&d_packed)[QUERIES / 16][4], u32 d_scores, u32 q,
                                                int consumer) {
     if (!WIDE) {
@@ -351,10 +362,12 @@ __device__ __forceinline__ void stage_scores(const u32 (&packed)[QUERIES / 16][4
     async_proxy_fence();
 }
 
-// Which probabilities of a thread are dropped: of its two keys and the queries that it has in 8 blocks, a bit each. A pair of keys shares
-// random bits, and is of two lanes, 4 apart: each computes those of one of its two queries in each block, for both.
+// Which probabilities of a thread are dropped: of its two keys and the queries that it has in 8
+// blocks, a bit each. A pair of keys shares random bits, and is of two lanes, 4 apart: each
+// computes those of one of its two queries in each block, for both.
 struct Dropped {
-    // Of the first and of the second query of each block: bits 15 - 2 i of the first key, 14 - 2 i of the second.
+    // Of the first and of the second query of each block: bits 15 - 2 i of the first key, 14 - 2 i
+    // of the second.
     u32 queries[2] = {0, 0};
 
     // As sums lie.
@@ -400,7 +413,8 @@ struct Destination {
 struct Queries {
     int batch, head, block;
 
-    // Where a consumer's sums go, once it is their turn. The last one adds what others have, and writes them.
+    // Where a consumer's sums go, once it is their turn. The last one adds what others have, and
+    // writes them.
     __device__ __forceinline__ Destination destination(float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map, float* sums,
                                                        const Info& info, const Shared& shared, int consumer, int step) const {
         int thread = threadIdx.x % WARPGROUP;
@@ -572,7 +586,8 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             if (DROPOUT && !WIDE) {
                 dropped = dropped_of(info, statistics + NUMBER, key);
             }
-            // Read here, and asked in one branch with the rest of the mask, it costs 1% of the time; in a branch of its own 8%.
+            // Read here, and asked in one branch with the rest of the mask, it costs 1% of the
+            // time; in a branch of its own 8%.
             int latest = MASK == DOCUMENTS ? load_int(statistics + LATEST) : 0;
             wgmma_wait<0>();
             float scale_log2 = scale_of(info) * LOG2_E;
@@ -612,8 +627,8 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             wgmma_commit();
             sums_by_columns<QUERIES>(d_value, packed, shared.grad(stage), true);
             wgmma_commit();
-            // Without a step before, what is computed here, of what another may be writing, is not used: products under a condition would wait
-            // for each other.
+            // Without a step before, what is computed here, of what another may be writing, is not
+            // used: products under a condition would wait for each other.
             if (last.some()) {
                 barrier_wait(shared.d_scores_full(from.stage), from.parity);
             }
@@ -725,7 +740,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    // By the shuffle the compiler sees that it is the same in all lanes: what is computed of it takes uniform registers.
+    // By the shuffle the compiler sees that it is the same in all lanes: what is computed of it
+    // takes uniform registers.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
     if (warpgroup == 0) {
         registers_lower<PRODUCER_REGISTERS>();

@@ -1,5 +1,5 @@
-// What attention over documents has to know of each row of the batch, computed from the index of the first token of each token's document.
-// A block has a row.
+// What attention over documents has to know of each row of the batch, computed from the index of
+// the first token of each token's document. A block has a row.
 
 constexpr int WARPS = 32;
 

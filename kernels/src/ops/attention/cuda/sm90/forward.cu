@@ -23,14 +23,16 @@ struct Batch {
         }
     };
 
-    // The tiles of `rows` rows of all heads. Under a causal mask some take long and some are short, so a block takes them in pairs, the
-    // longest and the shortest of a head, then one in the middle, and all pairs take as long. Where there are too few pairs for
-    // all blocks, tiles are taken one by one. They are found without divisions, which take as long as some of a tile's products.
+    // The tiles of `rows` rows of all heads. Under a causal mask some take long and some are short,
+    // so a block takes them in pairs, the longest and the shortest of a head, then one in the
+    // middle, and all pairs take as long. Where there are too few pairs for all blocks, tiles are
+    // taken one by one. They are found without divisions, which take as long as some of a tile's
+    // products.
     struct Tiles {
         const Info& info;
         const void* rows;
         int across, heads, pairs, batches;
-        // The next pair, and what lies between two of a block.
+        // The next pair, and the gap between two of a block.
         int place, head, batch, place_step, head_step, batch_step;
         // Where the other tile of a pair begins, or -1.
         int other = -1;

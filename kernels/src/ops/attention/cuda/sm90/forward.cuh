@@ -1,10 +1,11 @@
-// Attention, forward (Dao et al., 2022; Shah et al., 2024): tiles of queries stay, keys and values come by, the last ones first.
+// Attention, forward (Dao et al., 2022; Shah et al., 2024): tiles of queries stay, keys and values
+// come by, the last ones first.
 //
-// While the values of one block are multiplied, so are the queries by the keys of the next; softmax runs beside the products of
-// values.
+// While the values of one block are multiplied, so are the queries by the keys of the next; softmax
+// overlaps with the products of values.
 //
-// Which tiles there are, where their queries, keys and values lie and which keys they see is said by `Rows`: rows of one
-// length (forward.cu), or of any length over pages (paged.cu).
+// `Rows` defines the tiles, the locations of their queries, keys and values, and their visible
+// keys: rows of one length (forward.cu), or of any length over pages (paged.cu).
 
 constexpr int KEYS = 128;
 constexpr int Q_BYTES = KEPT * HEAD_DIM * 2;
@@ -12,7 +13,8 @@ constexpr int KV_BYTES = KEYS * HEAD_DIM * 2;
 constexpr int OUT_BYTES = 64 * HEAD_DIM * 2;
 // The queries of the next tile come while those of one are multiplied.
 constexpr int Q_STAGES = 2;
-// Values of wide heads are waited for before the products of keys are begun, those of others behind that: so it is faster.
+// Values of wide heads are waited for before the products of keys are begun, those of others behind
+// that: so it is faster.
 constexpr bool WIDE = HEAD_DIM > 64;
 
 struct Shared {
@@ -64,10 +66,12 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
 }
 
 using Scores = float[KEYS / 8][4];
-// Maxima and sums of a row in so many chains: each operation of a single one would wait for the one before.
+// Maxima and sums of a row in so many chains: each operation of a single one would wait for the one
+// before.
 constexpr int CHAINS = 8;
 
-// Scores become probabilities, relative to the maximum so far; what older sums have to be multiplied by.
+// Scores become probabilities, relative to the maximum so far; what older sums have to be
+// multiplied by.
 struct Softmax {
     float maximum[2] = {-INFINITE, -INFINITE};
     float sum[2] = {0.0f, 0.0f};
@@ -206,9 +210,11 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
                     }
                 }
             };
-            // ptxas moves a wait ahead of all that comes before it in a straight line, and nothing would run beside the product: what the
-            // softmax decides keeps it behind. No sum is below 0, but wide heads have no registers to ask. PTX wants all warps of a warpgroup to take
-            // the same way to a wait; theirs may not, and rely on each warp's waiting for itself, as Hopper's do.
+            // In straight-line code ptxas moves a wait ahead of everything before it, so that
+            // nothing would overlap with the product: a branch on the softmax's result prevents
+            // that. No sum is below 0, but wide heads lack registers for the comparison. PTX
+            // requires all warps of a warpgroup to reach a wait by the same path; here they may
+            // not, and rely on each warp waiting for itself, as on Hopper.
             if (!WIDE) {
                 if (softmax.sum[0] < 0.0f) {
                     __trap();
@@ -292,7 +298,8 @@ __device__ __forceinline__ void attend(const TensorMap& q_map, const TensorMap& 
         barrier_init_fence();
     }
     __syncthreads();
-    // By the shuffle the compiler sees that it is the same in all lanes: what is computed of it takes uniform registers.
+    // By the shuffle the compiler sees that it is the same in all lanes: what is computed of it
+    // takes uniform registers.
     int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup == 0) {
         registers_lower<40>();

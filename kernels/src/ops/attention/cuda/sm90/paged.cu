@@ -1,5 +1,6 @@
-// Attention, forward, of rows of any length over the pages that have their keys and values: see forward.cuh. A tile has new
-// tokens of one row; it sees those before it in the row and, causally, its own.
+// Attention, forward, of rows of any length over the pages that have their keys and values: see
+// forward.cuh. A tile has new tokens of one row; it sees those before it in the row and, causally,
+// its own.
 //
 //   a row's pages   [ page 7 ][ page 2 ][ page 9 ][ page 4 ]..    64 keys each, a block of keys is two of them
 //   its new tokens                  [ tile of 128 ][ of fewer ]
@@ -8,7 +9,7 @@ constexpr int PAGE = 64;
 
 // A tile as it is listed.
 struct Place {
-    // Where its first token lies among all of the pass, and how many there are.
+    // Index of its first token in the pass, and the number of tokens.
     int token, queries;
     // The first one's index in its row.
     int own;
@@ -30,8 +31,8 @@ struct Paged {
         __device__ int end() const { return own + queries; }
     };
 
-    // Listed tiles, of all heads. Those that take longest come first; every other time blocks take them in the opposite order,
-    // so that no block has the longest each time.
+    // Listed tiles, of all heads. Those that take longest come first; every other time blocks take
+    // them in the opposite order, so that no block has the longest each time.
     struct Tiles {
         const Place* places;
         int heads, count, round = 0;
@@ -101,8 +102,8 @@ struct Paged {
         }
     }
 
-    // What a page has behind the last key may be no number, which stays one when it is multiplied by 0. Both consumers clear
-    // all of it, so that neither waits for the other.
+    // What a page has behind the last key may be no number, which stays one when it is multiplied
+    // by 0. Both consumers clear all of it, so that neither waits for the other.
     __device__ void clear_unseen(u32 values, const Tile& tile, int block, int barrier) const {
         int first = tile.end() - block * KEYS;
         if (first >= KEYS || first % PAGE == 0) {

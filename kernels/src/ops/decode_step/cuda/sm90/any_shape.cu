@@ -1,5 +1,5 @@
-// A decode step of up to eight rows of a model of any shape, from tokens to logits and the likeliest tokens: a block of threads on each
-// multiprocessor, all resident.
+// A decode step of up to eight rows of a model of any shape, from tokens to logits and greedy
+// tokens: a block of threads on each multiprocessor, all resident.
 //
 //               qkv          attention        output        up             down
 //     x ---------------> qkv ----------> parts -------> y -----------> h -----------> x        words {value, epoch} in global memory
@@ -10,17 +10,22 @@
 //     block 1         |                      |
 //                     +----------------------+
 //
-// A block owns some rows of each matrix. It publishes what they give as words that readers poll: a word is there when its epoch is the
-// layer's. Epochs count on over launches, so nothing is ever reset. What overwrites a word depends on all blocks that read it: a block reads
-// only what it needs for rows of its own, and publishes those. What does not depend on the input is read before it is there: a warp's first
-// weights, scales, biases, gammas, keys and values. Instructions are few, and the same for all products: the caches of these are small.
+// A block owns some rows of each matrix. It publishes its results as words that readers poll: a
+// word has arrived when its epoch is the layer's. Epochs keep counting over launches, so nothing is
+// ever reset. A word is only overwritten by data that depends on all blocks that read it: a block
+// reads only what it needs for its own rows, and publishes those. Whatever does not depend on the
+// input is loaded before the input arrives: a warp's first weights, scales, biases, gammas, keys
+// and values. All products share a few instructions, to fit the small instruction caches.
 //
-// The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, VOCABULARY, PAGE_TOKENS, WINDOW (0: all keys are seen),
-// EPSILON, LAYER_NORM (1; 0: RMS norm), ACTIVATION (0: GELU by erf, 1: by tanh, 2: ReLU, 3: SiLU, 4: x * sigmoid(1.702 x), 5: squared ReLU), GATED, DTYPE (of activations,
-// and of weights and a cache that are not INT8; 0: f32, 1: bf16, 2: f16), INT8 (1: weights are bytes with a scale for each row), CACHE_INT8 (1: keys and
-// values are bytes with a scale for each head of a token), BLOCKS, and
-// how many elements lie between two rows of a matrix: QKV_PITCH, OUT_PITCH, UP_PITCH, DOWN_PITCH, EMBEDDING_PITCH, HEAD_PITCH,
-// POSITION_PITCH, ANGLE_PITCH. WORDS and SHARED are what it takes to be needed of words, and of bytes of shared memory.
+// The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, VOCABULARY,
+// PAGE_TOKENS, WINDOW (0: all keys are seen), EPSILON, LAYER_NORM (1; 0: RMS norm), ACTIVATION (0:
+// GELU by erf, 1: by tanh, 2: ReLU, 3: SiLU, 4: x * sigmoid(1.702 x), 5: squared ReLU), GATED,
+// DTYPE (of activations, and of weights and a cache that are not INT8; 0: f32, 1: bf16, 2: f16),
+// INT8 (1: weights are bytes with a scale for each row), CACHE_INT8 (1: keys and values are bytes
+// with a scale for each head of a token), BLOCKS, and how many elements lie between two rows of a
+// matrix: QKV_PITCH, OUT_PITCH, UP_PITCH, DOWN_PITCH, EMBEDDING_PITCH, HEAD_PITCH, POSITION_PITCH,
+// ANGLE_PITCH. WORDS and SHARED are what it takes to be needed of words, and of bytes of shared
+// memory.
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM, GROUP = N_HEADS / N_KV_HEADS;
 constexpr float NOTHING = -1e30f;                      // the score of a key that is none
@@ -184,7 +189,8 @@ struct Numbers {
     const float *cos, *sin;                            // [positions, HEAD_DIM / 2], or 0
 };
 
-// The keys of a row are cut between blocks, and the query heads of a kv head, of which a warp has one.
+// The keys of a row are cut between blocks, and the query heads of a kv head, of which a warp has
+// one.
 constexpr int CHUNKS = ceil_div(GROUP, 4), HEADS = ceil_div(GROUP, CHUNKS), SHARERS = WARPS / HEADS, SPLIT_KEYS = 64;
 constexpr int SPLITS = most(1, least(16, BLOCKS / (BATCH * N_KV_HEADS * CHUNKS)));
 
@@ -200,8 +206,8 @@ static_assert(D_MODEL % WEIGHTS == 0 && D_FF % WEIGHTS == 0 && HEADS_WIDTH % WEI
 // Rows that a warp takes at a time, and steps along them, of 16 bytes a lane.
 constexpr int TILE = 2, STEPS = 4;
 
-// How a block's warps share its rows of a weight [N, K]; where it is two in one, `COUNT`, a block owns the same rows of both. Rows are
-// shared out by `UNIT`.
+// How a block's warps share its rows of a weight [N, K]; where it is two in one, `COUNT`, a block
+// owns the same rows of both. Rows are shared out by `UNIT`.
 template <int N_, int K_, int PITCH_, int COUNT_ = 1, int UNIT = 2>
 struct Product {
     static constexpr int N = N_, K = K_, PITCH = PITCH_, COUNT = COUNT_;
@@ -246,7 +252,7 @@ struct Step {
     const int *ids, *positions, *pages;                // [rows], [rows], [rows, pages_a_row]
     Half* hidden;                                      // [rows, D_MODEL]
     float* logits;                                     // [rows, VOCABULARY]
-    int *likeliest, *following;                        // [rows]
+    int *greedy, *following;                        // [rows]
     const Numbers& numbers;
     int rows, block, warp, lane, thread;
     u32 epoch;                                         // of the layer
@@ -284,7 +290,8 @@ __device__ __forceinline__ Part part_of(const Step& step, const Weight* weight, 
 
 // ---- inputs, in shared memory [BATCH, K]
 
-// Norm of x: what blocks published, or else what enters the first layer. After the last layer it is no number where a wait was too long.
+// Norm of x: what blocks published, or else what enters the first layer. After the last layer it is
+// no number where a wait was too long.
 __device__ __forceinline__ void normed(const Step& step, const u64* published, const float* gamma, const float* beta, bool last) {
     const u32 epoch = step.epoch;
     // Some warps to a row, and two columns to a lane.
@@ -466,8 +473,9 @@ struct Eight {
         for (int i = 0; i < 8; i++) f[i] = from_byte(w[i / 4], i % 4) * scale;
     }
 };
-// The numbers of a warp's head in shared memory become the nearest bytes by their scale, its largest magnitude over 127, and what these stand for; they
-// are kept in a line of the cache, if there is one.
+// The numbers of a warp's head in shared memory become the nearest bytes by their scale, its
+// largest magnitude over 127, and what these stand for; they are kept in a line of the cache, if
+// there is one.
 __device__ __forceinline__ void to_bytes(float* numbers, int lane, Cached* kept, float* scale_kept) {
     float largest = 0, all = 0;
     #pragma unroll 1
@@ -475,7 +483,8 @@ __device__ __forceinline__ void to_bytes(float* numbers, int lane, Cached* kept,
     #pragma unroll
     for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
     all = sum_lanes(all);
-    // None that can be counted with where one of the numbers is none, or all together are too large.
+    // None that can be counted with where one of the numbers is none, or all together are too
+    // large.
     const float scale = all < 3.4028235e38f ? largest > 0 ? largest / 127 : 1 : all;
     #pragma unroll 1
     for (int i = lane; i < HEAD_DIM; i += 32) {
@@ -517,7 +526,8 @@ __device__ __forceinline__ void eight(float (&to)[8], const float* from, bool th
     }
 }
 
-// A query head over some keys. A group of KEY_LANES lanes takes a key at a time, eight numbers a lane, and has a maximum of its own.
+// A query head over some keys. A group of KEY_LANES lanes takes a key at a time, eight numbers a
+// lane, and has a maximum of its own.
 struct Attention {
     float q[8], out[8] = {}, peak = NOTHING, sum = 0;
 
@@ -556,7 +566,7 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
         auto line_of = [&](int token) {
             return (static_cast<u64>(pages[token / PAGE_TOKENS]) * N_KV_HEADS + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS;
         };
-        // The next key and value are on their way beside the products of the last.
+        // The next key and value are loaded during the products of the last.
         Eight k, v;
         const int own_head = step.warp % HEADS, sharer = step.warp / HEADS;
         int at = sharer < SHARERS ? begin + sharer * SLOTS + slot : end;
@@ -687,14 +697,15 @@ __device__ __forceinline__ void of_heads(const Step& step) {
 
 // ---- products
 
-// What a warp multiplies: the rows of a tile, along its steps. Its first weights can be read before there is an input.
+// What a warp multiplies: the rows of a tile, along its steps. Its first weights can be read before
+// there is an input.
 struct Weights {
     const Part& part;
     int warp, lane, tiles, task, at, end;
     const uint4* from[TILE];
-    using Held = uint4[STEPS][TILE];
+    using Registers = uint4[STEPS][TILE];
 
-    __device__ __forceinline__ Weights(const Step& step, const Part& part, Held& v) : part(part), warp(step.warp), lane(step.lane) {
+    __device__ __forceinline__ Weights(const Step& step, const Part& part, Registers& v) : part(part), warp(step.warp), lane(step.lane) {
         tiles = ceil_div(part.count * part.own, TILE);
         begin(warp, v);
     }
@@ -702,7 +713,7 @@ struct Weights {
     __device__ __forceinline__ int row() const { return (task >> part.split_bits) * TILE; }
     __device__ __forceinline__ int share() const { return task & ((1 << part.split_bits) - 1); }
     __device__ __forceinline__ int loads() const { return part.k / WEIGHTS; }
-    __device__ __forceinline__ bool begin(int next, Held& v) {
+    __device__ __forceinline__ bool begin(int next, Registers& v) {
         task = next;
         // Without a task all are zeros: what is not set lives on in registers.
         const int steps = has() ? ceil_div(loads(), 32) : 0;
@@ -726,7 +737,7 @@ struct Weights {
 };
 
 // This block's rows of a weight, by the input in shared memory: sums, which `sum_of` gives.
-__device__ __forceinline__ void multiply(const Step& step, const Part& part, Weights& w, Weights::Held& v) {
+__device__ __forceinline__ void multiply(const Step& step, const Part& part, Weights& w, Weights::Registers& v) {
     constexpr int PARTS = WEIGHTS / HALVES;
     const Half* input = reinterpret_cast<const Half*>(memory);
     float* sums = step.sums();
@@ -777,8 +788,8 @@ __device__ __forceinline__ float sum_of(const Step& step, const Part& part, int 
     return all;
 }
 
-// The scales and biases of a block's rows, in shared memory; products take turns. A thread's first ones are read before they are kept, so
-// that it does not wait for them.
+// The scales and biases of a block's rows, in shared memory; products take turns. A thread's first
+// ones are read before they are kept, so that it does not wait for them.
 struct Extras {
     const Part& part;
     float* at;
@@ -806,10 +817,10 @@ struct Extras {
     }
 };
 
-// ---- the likeliest tokens
+// ---- greedy tokens
 
 // Of two equal logits the first token is meant; what is no number is above all, with a token of -1.
-struct Likeliest {
+struct Argmax {
     float logit;
     int token;
 
@@ -828,7 +839,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
     u64* largest = step.scratch + AT_LARGEST;
     #pragma unroll 1
     for (int row = 0; row < step.rows; row++) {
-        Likeliest best{-infinity, NO_TOKEN};
+        Argmax best{-infinity, NO_TOKEN};
         #pragma unroll 1
         for (int i = step.thread; i < part.own; i += THREADS) {
             float logit = sum_of(step, part, i, row);
@@ -841,7 +852,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
         if (step.lane == 0) of_warps[2 * step.warp] = best.logit, of_warps[2 * step.warp + 1] = __int_as_float(best.token);
         __syncthreads();
         if (step.warp == 0) {
-            best = Likeliest{of_warps[2 * (step.lane % WARPS)], __float_as_int(of_warps[2 * (step.lane % WARPS) + 1])};
+            best = Argmax{of_warps[2 * (step.lane % WARPS)], __float_as_int(of_warps[2 * (step.lane % WARPS) + 1])};
             best.of_lanes();
             if (step.lane == 0) {
                 u64* to = largest + 2 * (row * BLOCKS + step.block);
@@ -852,7 +863,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
     }
     if (step.block > 0) return;
     if (step.warp < step.rows) {
-        Likeliest best{-infinity, NO_TOKEN};
+        Argmax best{-infinity, NO_TOKEN};
         #pragma unroll 1
         for (int block = step.lane; block < BLOCKS; block += 32) {
             Two v;
@@ -865,7 +876,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
         __syncwarp();
         best.of_lanes();
         if (step.lane == 0) {
-            step.likeliest[step.warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
+            step.greedy[step.warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
             step.following[step.warp] = step.positions[step.warp] + 1;
         }
     }
@@ -873,9 +884,9 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
     const Layer* layers, State* state, u64* scratch, const int* ids, const int* positions, const int* pages, Half* hidden, float* logits,
-    int* likeliest, int* following, const __grid_constant__ Numbers numbers
+    int* greedy, int* following, const __grid_constant__ Numbers numbers
 ) {
-    Step step{layers, state, scratch, ids, positions, pages, hidden, logits, likeliest, following, numbers,
+    Step step{layers, state, scratch, ids, positions, pages, hidden, logits, greedy, following, numbers,
         static_cast<int>(numbers.rows), static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32),
         static_cast<int>(threadIdx.x), reinterpret_cast<volatile State*>(state)->layers};
     const float nan = __int_as_float(0x7fc00000);
@@ -885,7 +896,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
         for (u64 i = step.block * THREADS + step.thread; i < all; i += BLOCKS * THREADS) logits[i] = nan;
         if (step.block > 0) return;
         for (int i = step.thread; i < step.rows * D_MODEL; i += THREADS) hidden[i] = from_float(nan);
-        if (step.thread < step.rows) likeliest[step.thread] = -1, following[step.thread] = positions[step.thread] + 1;
+        if (step.thread < step.rows) greedy[step.thread] = -1, following[step.thread] = positions[step.thread] + 1;
         return;
     }
     if (step.thread == 0) Watch::begin();
@@ -907,7 +918,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
         u64* next = kept + (l + 1) % 2 * POINTERS;
         #pragma unroll 1
         for (int turn = QKV; turn <= (last ? QKV : DOWN); turn++) {
-            // A block that owns no rows meets no other barrier: its warps would overwrite addresses that others still read.
+            // A block that owns no rows meets no other barrier: its warps would overwrite addresses
+            // that others still read.
             __syncthreads();
             // The next layer takes the place of the one before.
             if (turn == QKV && step.thread < POINTERS) next[step.thread] = reinterpret_cast<const u64*>(layers + min(l + 1, N_LAYERS - 1))[step.thread];
@@ -920,7 +932,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
             else part = part_of<Down>(step, layer.down, layer.down_scales, layer.down_bias);
             Extras extras(step, part, turn);
             {
-                Weights::Held held;
+                Weights::Registers held;
                 Weights weights(step, part, held);
                 if (part.own > 0 || last) {
                     if (turn == OUT) {

@@ -1,5 +1,6 @@
-// What the kernels of whole decode steps for models of 1,024 columns share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON,
-// whether weights are INT8 (bytes with a scale for each row), and DRAWS: whether few rows draw their tokens in the same launch.
+// What the kernels of whole decode steps for models of 1,024 columns share. The host defines BATCH,
+// N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON, whether weights are INT8 (bytes
+// with a scale for each row), and DRAWS: whether few rows draw their tokens in the same launch.
 #if INT8
 using Weight = unsigned char;
 #else
@@ -45,8 +46,9 @@ __device__ __forceinline__ int opaque_block() {
     return block;
 }
 
-// A warp's wait for one of a layer's four inputs. How long it was in the layer before, which shared memory keeps, tells for how long
-// there is no need to ask: each question takes from what L2 gives to the weights.
+// A warp's wait for one of a layer's four inputs. How long it was in the layer before, which shared
+// memory keeps, tells for how long there is no need to ask: each question takes from what L2 gives
+// to the weights.
 struct Patience {
     static constexpr u32 MOST_WAITED = 1 << 16;        // cycles
     static constexpr u32 EIGHTHS = BATCH == 4 ? (INT8 ? 4 : 5) : 3; // of the wait before
@@ -71,7 +73,8 @@ struct Patience {
     }
 };
 
-// How a layer's tensors are read by TMA: its weights, and keys and values by blocks of 16 tokens and by whole pages.
+// How a layer's tensors are read by TMA: its weights, and keys and values by blocks of 16 tokens
+// and by whole pages.
 enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, KEY_PAGES_MAP, VALUE_PAGES_MAP, MAPS };
 
 // As many groups of 64 columns and rows of a weight as its map says, from these on.
@@ -94,10 +97,11 @@ struct RingOf {
     __device__ __forceinline__ void advance() {
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
-    // Releases the stage once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
-    // its own account. `nil` is a zero that the compiler does not know.
+    // Releases the stage once `value`, the last one loaded from it, has arrived: an arrival at a
+    // barrier does not wait for loads. `nil` is a zero that is unknown to the compiler.
     __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
-        // Not one that was lost: the producer would fill it while the copy before is still on its way.
+        // Not one that was lost: the producer would fill it while the copy before is still on its
+        // way.
         if (lane == 0 && !lost) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
         advance();
     }

@@ -1,18 +1,18 @@
-// Draws for all rows of a whole step, in its own launch: each block groups the logits that it gave, and the first blocks draw for a row each, once
-// all groups are there. See draw.cuh.
+// Draws for all rows of a whole step, in its own launch: each block groups the logits that it gave,
+// and the first blocks draw for a row each, once all groups are there. See draw.cuh.
 
-// How rows draw, if they draw: else each takes its likeliest token.
+// Sampling parameters of rows; without sampling, each row is greedy.
 struct Draws {
     const int *streams, *lines;                        // [rows]
     const float* numbers;                              // [rows, WAY_NUMBERS]
-    const float* prompt;                               // [texts, vocabulary], as the next two
+    const float* prompt;                               // [n_lines, vocabulary], as the next two
     float* written;
     const float* bias;
-    int texts;
+    int n_lines;
     bool some;
 
     __device__ __forceinline__ Way way(const float* logits, int vocabulary, int row, int position) const {
-        const int line = lines[row] < texts ? lines[row] : -1;
+        const int line = lines[row] < n_lines ? lines[row] : -1;
         return {logits + static_cast<u64>(row) * vocabulary, {prompt, written, bias}, line, vocabulary, numbers + row * WAY_NUMBERS, static_cast<u32>(streams[row]), position};
     }
 };
@@ -40,7 +40,8 @@ struct WarpTokens {
     }
 };
 
-// By 512 threads of each block, those that gave its logits among them; those of the first blocks are told the token of their row, which stands
+// By 512 threads of each block, those that gave its logits among them; those of the first blocks
+// are told the token of their row, which stands
 // `at` behind its position. What lay in shared memory is lost. Apart from the rest of a step, whose registers are scarce.
 template <class Begin>
 __device__ __noinline__ int draw_rows(Draws draws, const float* logits, int vocabulary, const int* positions, int at, int rows, Begin begin, GroupBoard board, u32 epoch) {

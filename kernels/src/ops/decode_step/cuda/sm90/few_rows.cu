@@ -1,36 +1,40 @@
-// Decode steps of up to four rows, from tokens to logits and the next tokens, likeliest or drawn, which the next step reads: a block of threads on
-// each multiprocessor, all resident.
+// Decode steps of up to four rows, from tokens to logits and the next tokens, greedy or sampled,
+// which the next step reads: a block of threads on each multiprocessor, all resident.
 //
-// A block owns some output rows of every matrix. One warp (the producer) streams these rows, and the keys and values that
-// the block attends to, through a ring in shared memory, in the order of their use, and never waits for results. 16 warps
-// (the consumers) multiply: each takes 64 of every 1,024 columns, holds its weights in registers before its part of the
-// input arrives, polls for that part alone, and leaves its sums in shared memory. Finisher warps add these up, hold the
-// residual stream of the block's rows, and publish results as words {value, epoch} that readers poll. Epochs count on over
-// launches, so nothing is ever reset. Before a norm the receiver multiplies by gamma, and the product by the norm's factor: so
-// a norm costs no step of its own.
+// A block owns some output rows of every matrix. One warp (the producer) streams these rows, and
+// the keys and values that the block attends to, through a ring in shared memory, in the order of
+// use, and never waits for results. 16 warps (the consumers) multiply: each takes 64 of every 1,024
+// columns, holds its weights in registers before its part of the input arrives, polls for only that
+// part, and leaves its sums in shared memory. Finisher warps add these up, hold the residual stream
+// of the block's rows, and publish results as words {value, epoch} that readers poll. Epochs keep
+// counting over launches, so nothing is ever reset. Before a norm the receiver multiplies by gamma,
+// and the product by the norm's factor, so a norm needs no step of its own.
 //
 //                   qkv          attention        output        gate, up         down
 //   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x     {bf16, bf16, epoch} words
 //   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
 //                            row, some blocks
 //
-// Of the head, a warp multiplies all rows of a stage by itself; the largest logits of blocks are all that is exchanged, and where a step follows,
-// each block finds the next tokens by itself. The steps of a launch see the same pages: then what a block attends to stays its own, so that the keys and
-// values that it reads are those of launches before and its own.
+// For the head, a warp multiplies all rows of a stage by itself. Blocks only exchange their largest
+// logits, and if a step follows, each block finds the next tokens by itself. The steps of a launch
+// see the same pages: then a block's part of attention stays its own, and the keys and values that
+// it reads are from earlier launches or its own.
 //
-// Weights of INT8 become bf16 where they go to registers; the sums of a row are multiplied by its scale. At least 128
-// multiprocessors; heads of 128.
-// What all blocks read lies there twice, so that not all poll the same lines; with INT8, where few bytes are on their way, once is faster.
+// INT8 weights become bf16 on their way to registers; a row's sums are multiplied by its scale.
+// Requires at least 128 multiprocessors, and heads of 128.
+// Data read by all blocks is stored twice, so that not all poll the same lines; with INT8 there is
+// little data, and once is faster.
 #define COPIES (INT8 ? 1 : 2)
-// Stages on their way at once: more would only make what is exchanged wait behind them. Those of INT8 are half as full.
+// Stages in flight: more would only delay the exchanged data behind them. Those of INT8 are half as
+// full.
 #define IN_FLIGHT (INT8 ? 6 : 2)
-// The same for a block that attends to all keys of a row, and so has more to bring.
+// The same for a block that attends to all keys of a row, and so loads more.
 #define IN_FLIGHT_MORE 6
-// The same of the head, behind which nothing waits.
+// The same for the head, which nothing follows.
 #define HEAD_IN_FLIGHT 8
-// The same of keys and values, which are all that long texts wait for.
+// The same for keys and values, the bottleneck of long sequences.
 #define KEYS_IN_FLIGHT 3
-// Tokens that end a row's text, at the most.
+// Maximum stop tokens of a row.
 #define MOST_ENDS 8
 // Eights of rows of gate and up that go to registers early.
 #define UP_EARLY (BATCH <= 2 ? 3 : 0)
@@ -39,8 +43,9 @@
 
 constexpr int WARPS = 16, SLICE = 64 * WARPS, LINE = SLICE * sizeof(Weight);
 constexpr int FINISHERS = BATCH < 4 ? BATCH : 2, ROWS_EACH = BATCH / FINISHERS;
-// Finishers, the producer and idle warps are one warpgroup, since registers are given up by warpgroups. Those that multiply are to have all that
-// they need: what goes to local memory in a layer comes back as late as weights do.
+// Finishers, the producer and idle warps are one warpgroup, since registers are given up by
+// warpgroups. Those that multiply are to have all that they need: what goes to local memory in a
+// layer comes back as late as weights do.
 constexpr int THREADS = 32 * (WARPS + 4), SUMMING = 32 * (WARPS + FINISHERS);
 constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : 10;
 constexpr int SPLITS = 16 / BATCH, HEAD_ROWS = STAGE / LINE;  // rows of a stage of the head
@@ -52,7 +57,7 @@ static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 
 #include "draw_rows.cuh"
 
 struct StepNumbers : Numbers {
-    u64 draws, texts;                                  // whether rows draw, and lines of counts
+    u64 draws, n_lines;                                  // whether rows draw, and lines of counts
     u64 steps, ends_a_row;
 };
 
@@ -84,7 +89,8 @@ struct Step {
     static __device__ __forceinline__ volatile int& at();
     __device__ __forceinline__ int id(int r) const { return ids_read()[r]; }
     __device__ __forceinline__ void set_id(int r, int token) const { ids_read()[r] = min(max(token, 0), vocabulary - 1); }
-    // Whether the token that a row reads ends its text, by a warp, which has the row's ends in shared memory.
+    // Whether the token that a row reads ends its text, by a warp, which has the row's ends in
+    // shared memory.
     __device__ __forceinline__ bool ended(int r) const {
         const int lane = threadIdx.x % 32;
         return __any_sync(~0u, lane < ends_a_row && ends_kept()[row(r) * MOST_ENDS + lane] == id(r));
@@ -122,7 +128,7 @@ constexpr int AT_ROLES = AT_IDS + 16, AT_STEP = AT_ROLES + 4, AT_SQUARES = AT_ID
 constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4, AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4, AT_ENDS = AT_WAITED + WARPS * 16, SHARED = AT_ENDS + BATCH * MOST_ENDS * 4;
 static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
 using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
-static_assert(sizeof(DrawMemory) <= AT_SUMS, "what draws lies where stages do");
+static_assert(sizeof(DrawMemory) <= AT_SUMS, "sampling reuses the memory of stages");
 
 __device__ __forceinline__ volatile int& Step::at() { return *reinterpret_cast<volatile int*>(memory + AT_STEP); }
 __device__ __forceinline__ volatile int* Step::ends_kept() { return reinterpret_cast<volatile int*>(memory + AT_ENDS); }
@@ -150,7 +156,8 @@ __device__ __forceinline__ uint4 shared_16(u32 at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
-// Two of four signed bytes, by the bytes of `x`, as bf16: 128 + (the lower seven bits), less 128 and the sign's 128.
+// Two of four signed bytes, by the bytes of `x`, as bf16: 128 + (the lower seven bits), less 128
+// and the sign's 128.
 __device__ __forceinline__ u32 from_bytes(u32 four, u32 which) {
     const u32 x = __byte_perm(four, 0, which);
     u32 v;
@@ -187,7 +194,8 @@ __device__ __forceinline__ void copies(u64* at, u32 v, u32 e) {
     #pragma unroll
     for (int c = 0; c < COPIES; c++) publish(at + c * APART, v, e);
 }
-// Where a block's rows begin. While each kv head is one block's, these blocks own half as many rows as others.
+// Where a block's rows begin. While each kv head is one block's, these blocks own half as many rows
+// as others.
 struct Cut {
     bool weighted;
 
@@ -225,7 +233,7 @@ struct Share {
     static __device__ int splits_of(int position) { return position <= ONE_SPLIT * PAGE_TOKENS ? 1 : SPLITS; }
 };
 
-// What a block does beside its rows.
+// A block's tasks other than its rows.
 struct Roles {
     enum { ATTENDS = 1, JOINS = 2 };
 
@@ -314,10 +322,12 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, Cut pa
     const int* table = step.pages + step.row(share.row) * step.pages_a_row;
     #pragma unroll 1
     for (int at = 0; at < step.steps; at++) {
-        // All stages of a step before were released: none is on its way, and its keys and values are there.
+        // All stages of a step before were released: none is on its way, and its keys and values
+        // are there.
         if (at > 0) p.await(AT_RELEASED + threadIdx.x % WARPS * 4, p.opened);
         p.arriving = p.ring, p.flying = 0, p.limit = limit;
-        // Keys and values were written by threads, and are copied by the asynchronous proxy, as is what goes where a draw was.
+        // Keys and values were written by threads, and are copied by the asynchronous proxy, as is
+        // what goes where a draw was.
         asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");
         const int position = share.position + at;
         Layer layer = step.layers[0];
@@ -355,7 +365,8 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, Cut pa
         #pragma unroll 1
         for (int n = 0; n * HEAD_ROWS < head.count; n++) {
             if (p.dead = p.dead || p.watch.dead()) return;
-            // In the first round as always; then a stage is one warp's, which counts its stages over all steps.
+            // In the first round as always; then a stage is one warp's, which counts its stages
+            // over all steps.
             const int slot = n % STAGES, of_step = (head.stages() - slot + STAGES - 1) / STAGES;
             if (n < STAGES) p.free();
             else p.await(AT_RELEASED_OF_HEAD + slot * 4, at * of_step + n / STAGES);
@@ -374,7 +385,7 @@ struct Consumer {
     const Step& step;
     int warp, lane;
     u32 first;                                         // where a lane's weights lie in a stage: here, and HALF_LINE from here
-    u32 staged, operand;                               // where a warp's input lies
+    u32 staged, operand;                               // offset of a warp's input
     u32 sum;                                           // where a lane leaves its sums
     int half;                                          // of 64 columns, which one a lane takes first
     u32 released = 0;                                  // stages of this warp
@@ -386,7 +397,8 @@ struct Consumer {
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         warp = thread / 32, lane = thread % 32;
         const int g = lane / 4, q = lane % 4, row = min(g / 2, BATCH - 1);
-        // Rows of a stage begin in the same bank: every second one takes the other half of its columns first.
+        // Rows of a stage begin in the same bank: every second one takes the other half of its
+        // columns first.
         half = g & 1;
         first = g * LINE + warp * (2 * HALF_LINE) + q * (HALF_LINE / 4) + half * HALF_LINE;
         staged = ring.base + AT_INPUT + warp * BATCH * 128 + lane * 4;
@@ -405,9 +417,9 @@ struct Consumer {
             ring.advance();
         }
     }
-    // Releases stages once `value`, the last that was loaded from them, is there: a store does not wait for loads on its own
-    // account. What the producer then copies there cannot come before: the loads are over. A count for each warp costs less than
-    // an arrival at a barrier for each stage.
+    // Releases stages once `value`, the last one loaded from them, has arrived: a store does not
+    // wait for loads. The producer's next copy to them comes later, since the loads are complete. A
+    // count per warp is cheaper than a barrier arrival per stage.
     __device__ __forceinline__ void release(int stages, u32 value) {
         __syncwarp();
         released += stages;
@@ -416,7 +428,8 @@ struct Consumer {
     __device__ __forceinline__ void count(u32 at, u32 released, u32 value) const {
         if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(released) : "memory");
     }
-    // Stages of which others released their own, and the last that this warp read of a step: what it read and wrote is done.
+    // Stages of which others released their own, and the last that this warp read of a step: what
+    // it read and wrote is done.
     __device__ __forceinline__ void release_all(int stages) {
         asm volatile("fence.acq_rel.cta;" ::: "memory");
         release(stages, 0);
@@ -427,7 +440,8 @@ struct Consumer {
     __device__ __forceinline__ void load(u32 (&a)[N][8]) { load<0, N>(a); }
     template <int N>
     __device__ __forceinline__ void release(const u32 (&a)[N][8]) { release<0, N>(a); }
-    // This warp's columns of the input: each lane asks for a pair of values in each slice of each row.
+    // This warp's columns of the input: each lane asks for a pair of values in each slice of each
+    // row.
     template <int T>
     struct Words {
         u32 v[T][BATCH], e[T][BATCH];
@@ -544,7 +558,8 @@ struct Consumer {
     }
 };
 
-// Attention of one row's query heads of a kv head over some of its keys. A group of eight lanes takes a key at a time.
+// Attention of one row's query heads of a kv head over some of its keys. A group of eight lanes
+// takes a key at a time.
 struct Attention {
     float q[GROUP][16], out[GROUP][16], peak[GROUP], sum[GROUP];
 
@@ -609,10 +624,11 @@ struct Attention {
 
 static_assert(ONE_SPLIT * PAGE_TOKENS <= 16 * WARPS, "a warp has sixteen keys");
 
-// Where a block has all keys of a row, and they are few: each warp scores sixteen of them on tensor cores, weighs their values by
-// its own maximum, and waits for no other warp; the last one has the newest key, too. Lane 4 g + q has the scores of the keys g and
-// g + 8 for head q % 2; of the values, a group of eight lanes takes a key at a time. Tells what was read last: the stages are not
-// released yet.
+// Where a block has all keys of a row, and they are few: each warp scores sixteen of them on tensor
+// cores, weighs their values by its own maximum, and waits for no other warp; the last one has the
+// newest key, too. Lane 4 g + q has the scores of the keys g and g + 8 for head q % 2; of the
+// values, a group of eight lanes takes a key at a time. Tells what was read last: the stages are
+// not released yet.
 __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, int position, u32 new_key) {
     const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4;
     const bool some = warp * 16 < position, last = warp == WARPS - 1;
@@ -766,8 +782,8 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
                 a.q[h][4 * i] = v.x, a.q[h][4 * i + 1] = v.y, a.q[h][4 * i + 2] = v.z, a.q[h][4 * i + 3] = v.w;
             }
         }
-        // The newest key comes first, then those of the cache. A key that is none counts nothing: its probability is 0, once
-        // there is a score; and its value is not to be a NaN.
+        // The newest key comes first, then those of the cache. A key that is none counts nothing:
+        // its probability is 0, once there is a score; and its value is not to be a NaN.
         #pragma unroll 1
         for (int stage = share.first - newest; stage < share.last; stage++) {
             float s[GROUP];
@@ -799,7 +815,8 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         }
     }
 
-    // The four keys of a warp together: half of the lanes go on with a head each, and half of these with half of its values.
+    // The four keys of a warp together: half of the lanes go on with a head each, and half of these
+    // with half of its values.
     float kept[16];
     #pragma unroll
     for (int h = 0; h < GROUP; h++) {
@@ -907,8 +924,9 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
     copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
 }
 
-// The likeliest token of each row, of which `best` is this thread's. Where a step follows, each block finds it by itself.
-__device__ __forceinline__ void predict_likeliest(const Consumer& c, const Step& step, Largest best, int at, u32 epoch) {
+// The greedy token of each row; `best` is this thread's candidate. If a step follows, each block
+// finds it by itself.
+__device__ __forceinline__ void predict_greedy(const Consumer& c, const Step& step, Largest best, int at, u32 epoch) {
     const int warp = c.warp, lane = c.lane, block = opaque_block();
     // Of the warp, of the block, of all: lanes of a row of the batch are four apart.
     best.of_lanes<4, 32>();
@@ -948,8 +966,9 @@ __device__ __forceinline__ void predict_likeliest(const Consumer& c, const Step&
     }
 }
 
-// The head of this block's rows: all columns of the input lie in shared memory, and `factors` are the norm's. Then what the rows predict;
-// where a step follows, all threads that multiply know of it.
+// The head of this block's rows: all columns of the input lie in shared memory, and `factors` are
+// the norm's. Then what the rows predict; where a step follows, all threads that multiply know of
+// it.
 __device__ __forceinline__ bool project(Consumer& c, const Step& step, const float (&factors)[BATCH], u32 epoch) {
     constexpr u32 HALF_LINE = Consumer::HALF_LINE;
     // What follows from it is found anew in each step: kept, it would not fit the registers.
@@ -964,7 +983,8 @@ __device__ __forceinline__ bool project(Consumer& c, const Step& step, const flo
     Largest best;
     constexpr int EIGHTS = HEAD_ROWS / 8;
     static_assert(EIGHTS <= 2, "rows of a product");
-    // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone releases it.
+    // As many warps as there are stages in the ring: each waits for one of these only, time after
+    // time, and alone releases it.
     static_assert(STAGES <= WARPS, "a warp a stage");
     StageRing ring = c.ring;
     c.ring.skip(head.stages());
@@ -1045,7 +1065,7 @@ __device__ __forceinline__ bool project(Consumer& c, const Step& step, const flo
         }
     } else {
         c.release_all(head.stages());
-        predict_likeliest(c, step, best, at, epoch);
+        predict_greedy(c, step, best, at, epoch);
     }
     if (!follows) return false;
     if (threadIdx.x == 0) Step::at() = at + 1;
@@ -1069,7 +1089,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 ep
         #pragma unroll 1
         for (u32 l = 0; l < N_LAYERS; l++, epoch++) {
             const Layer& layer = step.layers[l];
-            // What follows from these is computed again in each layer: kept, it would not fit the registers.
+            // What follows from these is computed again in each layer: kept, it would not fit the
+            // registers.
             const int block = opaque_block(), copy = block % COPIES * (BATCH * SLICE / 2);
             c.place();
             {
@@ -1202,7 +1223,8 @@ struct Finisher {
     Watch watch;
     int lane, pair, part;
 
-    // Sums of a pair of outputs over all warps; all lanes know them, the upper half of them as the lower.
+    // Sums of a pair of outputs over all warps; all lanes know them, the upper half of them as the
+    // lower.
     __device__ __forceinline__ float2 sum(const float (*sums)[BATCH][SUM_ROWS], int row, int at) const {
         float2 s = {0, 0};
         #pragma unroll
@@ -1309,7 +1331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
         static_cast<int>(numbers.last_position), static_cast<int>(numbers.steps),
         min(static_cast<int>(numbers.ends_a_row), MOST_ENDS),
         reinterpret_cast<const Scales*>(numbers.scales),
-        {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.texts), numbers.draws != 0}};
+        {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.n_lines), numbers.draws != 0}};
     if (failed(state, hidden, step.rows)) {
         const u64 all = static_cast<u64>(step.rows) * step.vocabulary;
         for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) logits[i] = __int_as_float(0x7fc00000);
@@ -1332,7 +1354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
             goes_on = goes_on && end != id;
         }
     }
-    // Where all texts are at their ends, there is nothing to do.
+    // If all sequences have ended, there is nothing to do.
     if (!__syncthreads_or(goes_on)) {
         for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) step.predict(at, threadIdx.x, ids[threadIdx.x]);
         return;

@@ -1,7 +1,8 @@
-// A decode step of 33 to 128 rows: blocks of threads on 128 multiprocessors, all resident, in clusters of two.
+// A decode step of 33 to 128 rows: blocks of threads on 128 multiprocessors, all resident, in
+// clusters of two.
 //
-// The rows are cut in two halves, and the rows of every weight in 64 slices. A block multiplies one half by one slice, all columns of them, so that
-// no sums of different blocks meet.
+// The rows are cut in two halves, and the rows of every weight in 64 slices. A block multiplies one
+// half by one slice, all columns of them, so that no sums of different blocks meet.
 //
 //                 slices of the weight's rows
 //               +-----+-----+-----+-----+- ..
@@ -17,8 +18,9 @@
 //               qkv           attention         output        gate, up         down
 //   x --------------> q, k, v ----------> o ------------> x' ----------> h ------------> x
 //
-// A block publishes what it has computed by a flag of its own: x and x' (INPUT), q, k and v (QKV), o (ATTENDED), h (GATED). A flag is a number that grows
-// from layer to layer, and on over steps: it is never reset. There is one of each buffer. Before a block overwrites its part of one, all that
+// A block publishes what it has computed by a flag of its own: x and x' (INPUT), q, k and v (QKV),
+// o (ATTENDED), h (GATED). A flag is a number that grows from layer to layer, and on over steps: it
+// is never reset. There is one of each buffer. Before a block overwrites its part of one, all that
 // read the part before have said so by what they published behind it:
 //
 //   x, x' and squares, by the output projection    ATTENDED of all blocks: behind their products of x
@@ -28,14 +30,15 @@
 //   o                                              QKV of all blocks: behind their products of o, of the layer before
 //   h                                              INPUT of the half: behind its products of h, of the layer before
 //
-// The residual stream stays in registers, in f32. What is published of it is multiplied by the next norm's gamma; 1 / rms is multiplied into
-// the sums, from squares that each slice publishes beside it.
+// The residual stream stays in registers, in f32. It is published multiplied by the next norm's
+// gamma; 1 / rms is applied to the sums, from squares that each slice publishes with it.
 constexpr int CLUSTER = 2, BLOCKS = 128, SLICES = 64, TOKENS = BATCH / 2;
 // Which of the kernels for 64, 96 and 128 rows this is: each has words and numbers of its own.
 constexpr int SIZE = BATCH / 32 - 2;
 static_assert(SIZE >= 0 && SIZE < 3 && BATCH % 32 == 0, "rows");
 constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
-// Stages of weights, keys and values; of inputs: two groups of 64 columns, one from each block of the cluster.
+// Stages of weights, keys and values; of inputs: two groups of 64 columns, one from each block of
+// the cluster.
 constexpr int STAGE = 16384, GROUP_BYTES = TOKENS * 128, INPUT_STAGE = 2 * GROUP_BYTES;
 static_assert(TOKENS % 8 == 0 && TOKENS <= 64 && GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0, "rows, heads");
 
@@ -69,10 +72,12 @@ struct Step {
     int rows, pages_a_row, vocabulary, last_position;
 };
 
-// Named barriers: 1 of the consumers, 2 of these and the warps that keep factors, 3 and 4 of a team.
+// Named barriers: 1 of the consumers, 2 of these and the warps that keep factors, 3 and 4 of a
+// team.
 constexpr int FACTORS_BARRIER = 2;
 
-// What blocks publish, in words of four bytes: [BATCH, ..] of bf16, but for squares of f32, parts of heads and flags.
+// What blocks publish, in words of four bytes: [BATCH, ..] of bf16, but for squares of f32, parts
+// of heads and flags.
 constexpr int X = 0, O = X + BATCH * D_MODEL / 2, H = O + BATCH * HEADS_WIDTH / 2, Q = H + BATCH * D_FF / 2;
 constexpr int SQUARES = Q + BATCH * QKV_ROWS / 2;                                  // [SLICES, BATCH]
 constexpr int PIECES = SQUARES + BATCH * SLICES, PIECE = GROUP * (HEAD_DIM + 2);    // [BLOCKS, PIECE] of a number and the layer's number
@@ -90,7 +95,7 @@ constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_INPUT
 constexpr int AT_READY = AT_INPUT_BARRIERS + 16 * INPUT_STAGES, AT_POSITIONS = AT_READY + 16, AT_BEFORE = AT_POSITIONS + BATCH * 4;
 constexpr int AT_CUTS = AT_BEFORE + (BATCH + 1) * 4, AT_WALK = AT_CUTS + (BLOCKS + 1) * 4, SHARED = AT_WALK + sizeof(int) * 3;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
-// Of fewer than 64 rows wgmma reads what lies behind, too, and makes sums of it that nobody needs.
+// With fewer than 64 rows, wgmma also reads what follows and computes sums that are not used.
 static_assert(EXCHANGE_BYTES >= (64 - TOKENS) * 128, "rows behind the last stage of inputs");
 using Weights = RingOf<STAGE, STAGES, AT_BARRIERS>;
 using Inputs = RingOf<INPUT_STAGE, INPUT_STAGES, AT_INPUT_BARRIERS - AT_INPUT>;      // from AT_INPUT on
@@ -109,7 +114,7 @@ __device__ __forceinline__ uint2 ask_pair(const u32* at) {
 __device__ __forceinline__ bool reached(u32 flag, u32 number) { return static_cast<int>(flag - number) >= 0; }
 
 __device__ __forceinline__ u32 block_base() { return shared_address(memory); }
-// A block's place: those of a cluster have the same half, and two slices beside each other.
+// A block's position: the blocks of a cluster have the same half, and two adjacent slices.
 __device__ __forceinline__ u32 of_cluster() { return blockIdx.x % CLUSTER; }
 __device__ __forceinline__ u32 own_half() { return blockIdx.x / CLUSTER % 2; }
 __device__ __forceinline__ u32 own_slice() { return blockIdx.x / CLUSTER / 2 * CLUSTER + of_cluster(); }
@@ -124,7 +129,8 @@ struct Bringer {
     u32 filled = 0;
     bool over = false;                                 // a stage was waited for too long
 
-    // Whether a stage is free. Behind one that was not, none is opened: its barrier would be asked for another phase.
+    // Whether a stage is free. Behind one that was not, none is opened: its barrier would be asked
+    // for another phase.
     __device__ __forceinline__ bool open(u32 bytes) {
         if (filled < STAGES) filled++;
         else over = over || !Watch::wait(ring.empty(), ring.parity ^ 1);
@@ -277,7 +283,8 @@ struct Consumer {
     __device__ __forceinline__ u32 row(int i) const { return warp % 4 * 16 + lane / 4 + 8 * i; }
     __device__ __forceinline__ u32 of_batch(u32 row) const { return half * TOKENS + row; }
     __device__ __forceinline__ bool there(u32 row) const { return row < TOKENS && of_batch(row) < step.rows; }
-    // The first of two columns that a thread has of `blocks` of eight, shared out between the warpgroups.
+    // The first of two columns that a thread has of `blocks` of eight, shared out between the
+    // warpgroups.
     __device__ __forceinline__ u32 column(int blocks, int i) const { return (group() * (blocks / 2) + i) * 8 + lane % 4 * 2; }
 
     // What the compiler knows of the thread's place: conditions on it are made anew behind this.
@@ -294,7 +301,8 @@ struct Consumer {
         if (lane == 0 && !ring.lost) barrier_arrive(empty);
     }
 
-    // The block's rows by its slice of PARTS weights, whose stages come in turns: sums of the warpgroup's groups of columns.
+    // The block's rows by its slice of PARTS weights, whose stages come in turns: sums of the
+    // warpgroup's groups of columns.
     template <class S, int PARTS>
     __device__ __forceinline__ void multiply(float (&sums)[PARTS][S::OWN / 8][4]) {
         u32 tiles[PARTS], held[PARTS] = {}, held_before[PARTS], input_before = 0;
@@ -399,8 +407,8 @@ struct Consumer {
     }
     __device__ __forceinline__ float factor(u32 row) const { return reinterpret_cast<const float*>(memory + AT_FACTORS)[row]; }
 
-    // A thread's numbers of a slice, `value(block of eight columns, number, 1 / rms)`, to rows of `width`: four lanes have two columns each of a row's
-    // block, and write a block each.
+    // A thread's numbers of a slice, `value(block of eight columns, number, 1 / rms)`, to rows of
+    // `width`: four lanes have two columns each of a row's block, and write a block each.
     template <class S, class F>
     __device__ __forceinline__ void write(u32* to, u32 width, F value) const {
         constexpr int BLOCKS_OF_8 = S::OWN / 16;
@@ -512,7 +520,8 @@ __device__ __forceinline__ void consume(const Step& step) {
     c.embed(step.layers->attention_norm, epoch + 1);
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
-        // Conditions on these are made anew in each layer: kept, they would be more than there are predicates.
+        // Conditions on these are made anew in each layer: kept, they would be more than there are
+        // predicates.
         c.forget();
         const Layer& layer = step.layers[l];
         const u32 number = epoch + 2 * l + 1;

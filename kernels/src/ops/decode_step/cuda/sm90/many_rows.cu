@@ -1,9 +1,12 @@
-// A decode step of up to 32 rows: blocks of threads on 128 multiprocessors, all resident, in clusters of two.
+// A decode step of up to 32 rows: blocks of threads on 128 multiprocessors, all resident, in
+// clusters of two.
 //
-// A cluster owns some output rows of every matrix, and each of its blocks half of their columns. One thread (the producer) streams these, and
-// the keys and values that the block attends to, by TMA through a ring in shared memory, in the order of their use, and never waits
-// for results. The warps (the consumers) poll for their block's half of the input, multiply on tensor cores, and add up: within the block
-// by shared memory, within the cluster by writing into the owner's. What the owner of a row then has, it publishes for all.
+// A cluster owns some output rows of every matrix, and each of its blocks half of their columns.
+// One thread (the producer) streams these, and the keys and values that the block attends to, by
+// TMA through a ring in shared memory, in the order of their use, and never waits for results. The
+// warps (the consumers) poll for their block's half of the input, multiply on tensor cores, and add
+// up: within the block by shared memory, within the cluster by writing into the owner's. What the
+// owner of a row then has, it publishes for all.
 //
 //                   qkv          attention        output        gate, up         down
 //   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x     words of two bf16
@@ -16,9 +19,9 @@
 //                              |         |         |   half of the rows is block 0's, the lower block 1's
 //                              +---------+---------+
 //
-// A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no exchange of its own. Pages of all
-// kv heads of all rows are shared out so that blocks take equally long; where a head's pages are several blocks', the first of these puts
-// it together.
+// A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no
+// exchange of its own. Pages of all kv heads of all rows are shared out so that blocks take equally
+// long; where a head's pages are several blocks', the first of these puts it together.
 constexpr int CLUSTER = 2, BLOCKS = 128, CLUSTERS = BLOCKS / CLUSTER;
 constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
 constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
@@ -65,8 +68,8 @@ struct Step {
     }
 };
 
-// Words of two bf16 that blocks exchange, of one layer; there are three of these sets, in turns. A word that is not there yet is EMPTY,
-// which no conversion gives.
+// Words of two bf16 that blocks exchange, of one layer; there are three of these sets, in turns. A
+// word that is not there yet is EMPTY, which no conversion gives.
 constexpr u32 EMPTY = 0xffffffffu;
 constexpr int X = 0, Y = X + BATCH * D_MODEL / 2, O = Y + BATCH * D_MODEL / 2, H = O + BATCH * HEADS_WIDTH / 2;
 constexpr int Q = H + BATCH * D_FF / 2, PIECES = Q + BATCH * QKV_ROWS / 2, PIECE = GROUP * (HEAD_DIM + 2);
@@ -133,7 +136,8 @@ struct Producer {
     u32 filled = 0;
     bool over = false;                                 // a stage was waited for too long
 
-    // Whether a stage is free. Behind one that was not, none is opened: its barrier would be asked for another phase.
+    // Whether a stage is free. Behind one that was not, none is opened: its barrier would be asked
+    // for another phase.
     __device__ __forceinline__ bool open(u32 bytes) {
         if (filled >= STAGES) over = over || !Watch::wait(ring.empty(), ring.parity ^ 1);
         if (filled >= IN_FLIGHT) {
@@ -203,7 +207,8 @@ struct Consumer {
     float squares[NORM_TURNS];
     u32 at_input, at_weight;                           // where in a tile of [16, 64] a lane reads
 
-    // What follows from these is computed again: kept, it would fit neither registers nor predicates.
+    // What follows from these is computed again: kept, it would fit neither registers nor
+    // predicates.
     __device__ __forceinline__ void forget() {
         asm volatile("" : "+r"(thread), "+r"(warp), "+r"(lane));
         const u32 block = opaque_block();
@@ -211,15 +216,17 @@ struct Consumer {
     }
     __device__ __forceinline__ u32 slots_barrier(int b) const { return base + AT_BARRIERS + 16 * STAGES + 8 * b; }
 
-    // The columns of this block, of all rows, of one of a layer's four inputs: into shared memory. With a norm: times gamma, and the squares go to the cluster.
+    // The columns of this block, of all rows, of one of a layer's four inputs: into shared memory.
+    // With a norm: times gamma, and the squares go to the cluster.
     template <int COLUMNS, int WIDTH, bool NORMED>
     __device__ __forceinline__ void load(const u32* from, int input, const u16* gamma, bool embedded) {
-        // A lane has eight columns at a time: warps stand beside each other along the columns, and then along the rows.
-        constexpr int ACROSS = COLUMNS / 256, BESIDE = ACROSS % 3 ? ACROSS : ACROSS / 3, EACH = ACROSS / BESIDE, APART = WARPS / BESIDE;
+        // A lane has eight columns at a time: warps are distributed over columns first, then over
+        // rows.
+        constexpr int ACROSS = COLUMNS / 256, SIDE_BY_SIDE = ACROSS % 3 ? ACROSS : ACROSS / 3, EACH = ACROSS / SIDE_BY_SIDE, APART = WARPS / SIDE_BY_SIDE;
         // Of as many rows at once as registers hold.
         constexpr int TURNS = (BATCH + APART - 1) / APART, ALL = TURNS * EACH, N = ALL <= 12 ? TURNS : ALL <= 24 ? TURNS / 2 : TURNS / 4;
-        static_assert(COLUMNS % 256 == 0 && WARPS % BESIDE == 0 && (!NORMED || EACH == 1 && N == TURNS) && TURNS % N == 0, "columns");
-        const u32 column = warp % BESIDE * EACH, first = warp / BESIDE;
+        static_assert(COLUMNS % 256 == 0 && WARPS % SIDE_BY_SIDE == 0 && (!NORMED || EACH == 1 && N == TURNS) && TURNS % N == 0, "columns");
+        const u32 column = warp % SIDE_BY_SIDE * EACH, first = warp / SIDE_BY_SIDE;
         uint4 g;
         if (NORMED) g = *reinterpret_cast<const uint4*>(gamma + rank * COLUMNS + (column * 32 + lane) * 8);
         const u32 chunk = column * 32 + lane, offset = rank * (COLUMNS / 2) + chunk * 4;
@@ -323,7 +330,8 @@ struct Consumer {
             if (lane < CLUSTER && first + i * NORM_APART < step.rows) send(to + i * NORM_APART * 4, squares[i], barrier);
         }
     }
-    // Products of this block's columns, summed over its warps, to the blocks of the cluster that own the rows.
+    // Products of this block's columns, summed over its warps, to the blocks of the cluster that
+    // own the rows.
     template <class S, bool NORMED>
     __device__ __forceinline__ void products(int buffer, u32 slots) {
         Sums c = {};
@@ -503,9 +511,10 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
             }
         }
         c.arm(1, CLUSTER * Out::OWN);
-        // Releases the block's stores of EMPTY of the layer before, ahead of what it publishes from here on, which others need before they
-        // read these words again. By one thread, which would only wait here, for all: a barrier lies between the stores and this. Readers go
-        // to the L2 (relaxed, of GPU scope), and need no fence of their own.
+        // Releases the block's EMPTY stores of the layer before, ahead of its further results,
+        // which others need before they read these words again. One thread, which would only wait
+        // here, does it for all: a barrier separates the stores from this. Readers go to the L2
+        // (relaxed, GPU scope) and need no fence.
         if (c.thread == CONSUMERS - 1) asm volatile("fence.acq_rel.gpu;" ::: "memory");
         attend(c, step, layer, set);
         c.forget();
@@ -532,7 +541,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         c.arm(1, CLUSTER * Down::OWN);
         c.load<Down::COLUMNS, D_FF, false>(set + H, 3, nullptr, false);
         c.products<Down, false>(1, c.base + AT_SLOTS_1);
-        // All blocks have read what the layer before exchanged: it is made empty for the one after the next.
+        // All blocks have read what the layer before exchanged: it is made empty for the one after
+        // the next.
         #pragma unroll 1
         for (u32 i = blockIdx.x * CONSUMERS + c.thread; i < SET / 4; i += BLOCKS * CONSUMERS) {
             asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%1,%1,%1};" ::"l"(before + 4 * i), "r"(EMPTY) : "memory");

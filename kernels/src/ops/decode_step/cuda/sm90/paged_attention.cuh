@@ -1,8 +1,10 @@
-// Attention of one new token a row over keys and values in pages: which block has which pages, and what its warps do with them. What
-// blocks exchange is the kernel's affair.
+// Attention of one new token a row over keys and values in pages: which block has which pages, and
+// what its warps do with them. What blocks exchange is the kernel's affair.
 //
-// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
-// AT_BEFORE, AT_CUTS, AT_WALK), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
+// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, the places in shared memory (AT_PARTS,
+// AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS, AT_BEFORE, AT_CUTS, AT_WALK), and Step with `cos`,
+// `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`,
+// `at_input` and `at_weight`.
 
 // Up to so many pages a head, or a block, heads are not cut.
 constexpr int WHOLE_HEADS = 4;
@@ -84,7 +86,8 @@ struct Walk {
     }
 };
 
-// The first of a block's pages, as all of them are counted. To begin a head takes as long as some pages.
+// The first of a block's pages, as all of them are counted. To begin a head takes as long as some
+// pages.
 __device__ __forceinline__ int cut(int block, int rows) {
     const int *before = Walk::before(), all = before[rows], heads = rows * N_KV_HEADS;
     if (all <= WHOLE_HEADS * min(heads, BLOCKS)) {
@@ -144,7 +147,7 @@ struct Pages {
         more = walk.next(s);
         if (more) page = s.first, ask();
     }
-    // Where the page lies: asked for while the one before is on its way.
+    // Where the page is: requested while the one before is loading.
     __device__ __forceinline__ void ask() { at = step.pages[s.row * step.pages_a_row + page]; }
     __device__ __forceinline__ bool there() const { return more; }
     __device__ __forceinline__ void advance() {
@@ -154,7 +157,8 @@ struct Pages {
     // Blocks of 16 tokens of the page that there are.
     __device__ __forceinline__ int blocks() const { return page == s.pages - 1 ? s.position % PAGE_TOKENS / 16 + 1 : PAGE_TOKENS / 16; }
     __device__ __forceinline__ u32 bytes() const { return blocks() * 32 * HEAD_DIM; }
-    // Keys or values, by their maps: as [blocks, HEAD_DIM / 64, 16, 64], at once where the page is full.
+    // Keys or values, by their maps: as [blocks, HEAD_DIM / 64, 16, 64], at once where the page is
+    // full.
     __device__ __forceinline__ void load(const TensorMap* keys_or_values, u32 to, u32 barrier) const {
         const int block = (at * N_KV_HEADS + s.head) * (PAGE_TOKENS / 16);
         if (blocks() == PAGE_TOKENS / 16) {
@@ -199,7 +203,8 @@ struct Angles {
         }
     }
 };
-// Queries of a kv head, and the new key and value, with their norms and positions: into shared memory. By the threads that have some;
+// Queries of a kv head, and the new key and value, with their norms and positions: into shared
+// memory. By the threads that have some;
 // `page` is the segment's last one.
 __device__ __forceinline__ void put(const Layer& layer, const Segment& s, u32 team, const Place& place, const Angles& angles, int page, uint4 v) {
     const bool query = place.query(), value = place.value();
@@ -242,7 +247,8 @@ __device__ __forceinline__ void put(const Layer& layer, const Segment& s, u32 te
     }
 }
 
-// A head's softmax over some of its keys: the largest score, and behind it the sum of powers, and two columns of the values' sum.
+// A head's softmax over some of its keys: the largest score, and behind it the sum of powers, and
+// two columns of the values' sum.
 struct Part {
     float peak, sum;
     float2 out;
@@ -253,7 +259,8 @@ struct Part {
         out.x = out.x * f0 + other.x * f1, out.y = out.y * f0 + other.y * f1;
     }
 };
-// Each of the next blocks that has a part of a row's head which this block begins: `add(block)` waits for it.
+// Each of the next blocks that has a part of a row's head which this block begins: `add(block)`
+// waits for it.
 template <class Add>
 __device__ __forceinline__ void each_other(const Segment& s, Add add) {
     int block = blockIdx.x + 1, done = s.last;
@@ -268,7 +275,8 @@ __device__ __forceinline__ void each_other(const Segment& s, Add add) {
 }
 constexpr int PAIRS_OF_HEAD = HEAD_DIM / 2, PARTED = GROUP * PAIRS_OF_HEAD;
 static_assert(PARTED <= TEAM && TEAMS > 1, "heads");
-// A segment whose queries are in shared memory: of a team's thread `t` below PARTED, head t / PAIRS_OF_HEAD of the group, columns 2 (t % PAIRS_OF_HEAD) and the next.
+// A segment whose queries are in shared memory: of a team's thread `t` below PARTED, head t /
+// PAIRS_OF_HEAD of the group, columns 2 (t % PAIRS_OF_HEAD) and the next.
 template <class Consumer>
 __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
     constexpr int STEPS = HEAD_DIM / 16;
@@ -421,8 +429,9 @@ struct Ahead {
     }
 };
 
-// Teams take a block's segments in turns: one puts its heads together while pages of the other's come. `value(at)`: eight queries, keys or values as their
-// projection leaves them. `done(segment, part, head, pair)` for what comes of each, by PARTED threads.
+// Teams take a block's segments in turns: one puts its heads together while pages of the other's
+// come. `value(at)`: eight queries, keys or values as their projection leaves them. `done(segment,
+// part, head, pair)` for what comes of each, by PARTED threads.
 template <class Consumer, class Value, class Done>
 __device__ __forceinline__ void attend_in_turns(Consumer& c, const Step& step, const Layer& layer, Walk walk, Value value, Done done) {
     const u32 team = c.warp / TEAM_WARPS, thread = c.thread % TEAM;

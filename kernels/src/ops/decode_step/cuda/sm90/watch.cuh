@@ -1,4 +1,5 @@
-// What all kernels of whole decode steps share: how far the exchange between blocks is, and waits that end, after WAIT_SECONDS, which the host defines.
+// What all kernels of whole decode steps share: how far the exchange between blocks is, and waits
+// that end, after WAIT_SECONDS, which the host defines.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -21,7 +22,8 @@ __device__ __forceinline__ float exp_2(float x) {
     return y;
 }
 
-// No wait is for ever: past the limit all waits are over at once, and the error stands in the state.
+// No wait is for ever: past the limit all waits are over at once, and the error stands in the
+// state.
 struct Watch {
     static constexpr u32 LIMIT = WAIT_SECONDS * (WAIT_SECONDS > 2 ? 976562u : 1000000000u);
 
@@ -45,7 +47,8 @@ struct Watch {
         if (late) *at(1) = 1;
         return late;
     }
-    // Whether the phase of this parity is over; if not, it was waited for too long. To ask for the time takes longer than to try.
+    // Whether the phase of this parity is over; if not, it was waited for too long. To ask for the
+    // time takes longer than to try.
     static __device__ __forceinline__ bool wait(u32 barrier, u32 parity) {
         #pragma unroll 1
         for (u32 i = 1;; i++) {

@@ -6,7 +6,8 @@
 //   2  the sum of e^(x - largest); with label smoothing, once more for that of x. Then all parts' are put together, at the only barrier of the block
 //   3  share (e^(x - largest) / sum - weight), less the target's weight, over the logits
 //
-// Compiled with: HALF, VOCABULARY (logits of a row that count), STAGES, WARPS, KINDS (numbers of a part), TARGET (the type of targets).
+// Compiled with: HALF, VOCABULARY (logits of a row that count), STAGES, WARPS, KINDS (numbers of a
+// part), TARGET (the type of targets).
 
 constexpr int THREADS = 32 * WARPS;
 // Vectors of eight in a row, and in a warp's part of it; logits of the last vector.
@@ -91,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u64 row = blockIdx.x; row < info.rows; row += gridDim.x) {
         TARGET target = targets[info.first + row];
         bool counts = target >= 0 && target < VOCABULARY;
-        // Where the target is in this warp's part, if it is, and whether in a vector of this lane's.
+        // Where the target is in this warp's part, if it is, and whether in a vector of this
+        // lane's.
         int target_at = counts ? static_cast<int>(target) - begin * 8 : -1;
         bool has_target = target_at >= 0 && target_at < count * 8 && target_at / 8 % 32 == lane;
         barrier_wait(shared.full(at.stage, warp), at.parity);

@@ -1,4 +1,5 @@
-// A token for each row of f32 logits, of whatever kind its draw is, in one launch: see draw.cuh. A cluster of SHARES blocks has a row.
+// A token for each row of f32 logits, of whatever kind its draw is, in one launch: see draw.cuh. A
+// cluster of SHARES blocks has a row.
 //
 //   [ block 0 | block 1 | .. ]   of the row's tokens; a thread's are a group, VECTOR side by side
 //        ^---------'-------'     the first block reads all groups, and draws

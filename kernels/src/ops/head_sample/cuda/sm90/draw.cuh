@@ -1,12 +1,14 @@
-// A row's token from its logits, without a sort, by a block of 512 threads: see draw.cu and few_rows.cu, which say who looks at which tokens.
+// A row's token from its logits, without a sort, by a block of 512 threads: see draw.cu and
+// few_rows.cu, which say who looks at which tokens.
 //
 //   groups of tokens      the largest of each, and, for top-p alone, the sum of its exponentials
 //   candidates            all tokens above a bound that so many groups reach as have to
 //   cut                   each candidate is told how many are above it, and their probabilities' sum
 //   draw                  the largest logit plus Gumbel noise above the cut
 //
-// Where few candidates do not do, up to 4,096 are sorted; beyond, the cut is looked for among all tokens. The host defines DRAW_BARRIER, the
-// barrier of these threads, KEYS, those of the random bits (random/mod.rs), and MOST_GROUPS, the room for groups.
+// Where few candidates do not do, up to 4,096 are sorted; beyond, the cut is looked for among all
+// tokens. The host defines DRAW_BARRIER, the barrier of these threads, KEYS, those of the random
+// bits (random/mod.rs), and MOST_GROUPS, the room for groups.
 
 constexpr int DRAWERS = 512, DRAW_WARPS = DRAWERS / 32;
 // Halvings until few more are above a bound than have to.
@@ -92,7 +94,8 @@ __device__ __forceinline__ float noisy(float logit, u32 place, int token) {
 
 constexpr int WAY_NUMBERS = 7;
 
-// Of each text, by token: how often in the prompt, how often behind it, and what is added to the logit.
+// Of each text, by token: how often in the prompt, how often behind it, and what is added to the
+// logit.
 struct Counts {
     const float *prompt, *written, *bias;
 };
@@ -142,7 +145,8 @@ struct Way {
     __device__ __forceinline__ float logit(int token) const { return adjusted(__ldcg(logits + token), token); }
 };
 
-// A logit and its token: of two equal ones the first token. What is no number has a token of -1, and comes before all.
+// A logit and its token: of two equal ones the first token. What is no number has a token of -1,
+// and comes before all.
 struct Largest {
     float logit = -INFINITE;
     int token = NO_TOKEN;
@@ -188,8 +192,8 @@ __device__ __forceinline__ Logits<WIDTH> read(const float* from) {
     }
 }
 
-// A thread's tokens as a group: of all from `begin` on, every 512th vector. With noise, where nothing is left out of the draw. The
-// temperature divides the largest alone, where it can wait.
+// A thread's tokens as a group: of all from `begin` on, every 512th vector. With noise, where
+// nothing is left out of the draw. The temperature divides the largest alone, where it can wait.
 template <int WIDTH, bool COUNTED, bool NOISE, bool WEIGHS>
 __device__ __forceinline__ Group grouped(const Way& way, int begin, int end) {
     constexpr int READS = (WIDTH == 4 ? 4 : 8) / (COUNTED ? 2 : 1);
@@ -261,7 +265,8 @@ __device__ __forceinline__ void each_logit(const Way& way, float floor, Then the
         if (v >= floor && v > LEFT_OUT) then(v);
     }
 }
-// The least of the largest logits, none below `floor`, that weigh `wanted` together: one each, or, by mass, a share of all probability. By the sums of
+// The least of the largest logits, none below `floor`, that weigh `wanted` together: one each, or,
+// by mass, a share of all probability. By the sums of
 // 512 equal parts of the interval, then of 512 of the part where the cut is, three times. Sums are of integers, so that their order does not matter: of
 // two halves of 14 bits each, which do where so many tokens share the probability.
 __device__ __noinline__ float selected(const Way& way, DrawMemory& memory, float floor, float top, float wanted, bool by_mass) {
@@ -418,7 +423,8 @@ __device__ __noinline__ bool cut_of_many(const Way& way, DrawMemory& memory, int
     const float all = memory.sums[DRAWERS - 1];
     if (way.by_rank()) mass = all;
     else if (all < way.top_p * mass && low > LEFT_OUT) return false;
-    // The first that reaches it, of the thread where it is reached; where rounding keeps it from that, all are kept.
+    // The first that reaches it, of the thread where it is reached; where rounding keeps it from
+    // that, all are kept.
     float reached = sum - own, least = -INFINITE;
     for (int i = first; i < end && reached < way.top_p * mass; i++) {
         reached += memory.values[i] >= cut ? expf(memory.values[i] - top) : 0;
@@ -428,7 +434,8 @@ __device__ __noinline__ bool cut_of_many(const Way& way, DrawMemory& memory, int
     return true;
 }
 
-// The candidates of the groups that are listed: a warp has every 16th of these, and reads of several at once.
+// The candidates of the groups that are listed: a warp has every 16th of these, and reads of
+// several at once.
 template <class Tokens, class Then>
 __device__ __forceinline__ void each_candidate(const Way& way, const DrawMemory& memory, const Tokens& of, int groups, float low, Then then) {
     #pragma unroll 1
@@ -452,12 +459,14 @@ __device__ __forceinline__ void each_candidate(const Way& way, const DrawMemory&
         }
     }
 }
-// The tokens of one of `groups()` are `token(group, i)`, beyond the vocabulary where there are no more, for all i below `most()`.
-// Whether the candidates above `low`, and their tokens, hold what is to be kept: then the draw among them is in `best`.
+// The tokens of one of `groups()` are `token(group, i)`, beyond the vocabulary where there are no
+// more, for all i below `most()`. Whether the candidates above `low`, and their tokens, hold what
+// is to be kept: then the draw among them is in `best`.
 template <class Tokens>
 __device__ __forceinline__ bool drawn_of_candidates(const Way& way, DrawMemory& memory, const Tokens& of, float low, float top, float mass, Largest& best) {
     const int thread = threadIdx.x;
-    // In which order they are listed does not matter: all sums over candidates are of integers, or in the order of their logits.
+    // In which order they are listed does not matter: all sums over candidates are of integers, or
+    // in the order of their logits.
     if (thread == 0) memory.listed = 0;
     draw_barrier();
     #pragma unroll 4
@@ -487,7 +496,7 @@ __device__ __forceinline__ bool drawn_of_candidates(const Way& way, DrawMemory& 
         }
         return true;
     }
-    // A candidate each: what lies above it says whether it is kept.
+    // A candidate per thread: the tokens above it decide whether it is kept.
     const bool mine = thread < count;
     const float value = mine ? memory.values[thread] : -INFINITE;
     const u32 weight = mine ? static_cast<u32>(__expf(value - top) * WHOLE + 0.5f) : 0;
@@ -522,7 +531,8 @@ __device__ __forceinline__ bool drawn_of_candidates(const Way& way, DrawMemory& 
     return true;
 }
 
-// The token of a row: -1 if a logit is no number. `together` are this thread's groups, whose largest logits it left in memory.
+// The token of a row: -1 if a logit is no number. `together` are this thread's groups, whose
+// largest logits it left in memory.
 template <class Tokens>
 __device__ __forceinline__ int drawn(const Way& way, DrawMemory& memory, const Tokens& of, const Group& together) {
     Largest best = together.largest;

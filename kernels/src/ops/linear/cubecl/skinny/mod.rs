@@ -1,6 +1,7 @@
-//! Skinny products in CubeCL (GEMV, and up to some 32 rows), as decoding has them: their time is that of reading the weight, so
-//! it is read once, and the norm before the product and its epilogue run in the same launch. On NVIDIA's tensor cores where
-//! they take the dtypes; elsewhere groups of units have an output each.
+//! Skinny products in CubeCL (GEMV, and up to some 32 rows), as decoding has them: their time is
+//! that of reading the weight, so it is read once, and the norm before the product and its epilogue
+//! run in the same launch. On NVIDIA's tensor cores where they take the dtypes; elsewhere groups of
+//! units have an output each.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -51,7 +52,7 @@ impl<R: CubeRuntime> CubeWeight<R> {
                 Stored { floats: Some(floats), packed: None, scales: None, format: None, stride, d_output }
             }
             Self::Quantized(CubeQuantized { packed, scales, format, dims: [d_output, d_input] }) => {
-                let (packed, scales) = (Some(contiguous(packed)), Some(contiguous(scales)));
+                let (packed, scales) = (Some(contiguous(packed)), scales.map(contiguous));
                 Stored { floats: None, packed, scales, format: Some(format), stride: d_input, d_output }
             }
         }
@@ -62,7 +63,8 @@ impl<R: CubeRuntime> CubeWeight<R> {
 pub(crate) struct Epilogue<R: CubeRuntime> {
     /// `[d_output]`.
     pub(crate) bias: Option<CubeTensor<R>>,
-    /// A nonlinearity, which may gate: then the first half of the outputs is the gate, and there are half as many.
+    /// A nonlinearity, which may gate: then the first half of the outputs is the gate, and there
+    /// are half as many.
     pub(crate) activation: Option<Activation>,
     /// Added at the end, `[rows, outputs]`.
     pub(crate) residual: Option<CubeTensor<R>>,
@@ -82,7 +84,7 @@ impl<R: CubeRuntime> Epilogue<R> {
     }
 }
 
-/// What a kernel is compiled for, beside its dtypes.
+/// Compile-time values of a kernel, besides its dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Parts {
     biased: bool,
@@ -136,8 +138,8 @@ pub(crate) fn project_skinny<R: CubeRuntime>(
     by_simt(rows(x), weight, epilogue)
 }
 
-/// [`project_skinny`] of `x` normalised. Only for what [`on_tensor_cores`] has: elsewhere, a norm for each output again
-/// would cost more than a launch of its own.
+/// [`project_skinny`] of `x` normalised. Only for what [`on_tensor_cores`] has: elsewhere, a norm
+/// for each output again would cost more than a launch of its own.
 pub(crate) fn norm_project_skinny<R: CubeRuntime>(
     x: CubeTensor<R>,
     norm: CubeNorm<R>,
@@ -183,7 +185,7 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogu
         normed: None,
         format: weight.format,
     };
-    // What nobody else holds is written where it lies: each element is read by the unit that writes it.
+    // Unshared tensors are written in place: each element is read by the unit that writes it.
     let free = |residual: &&CubeTensor<R>| {
         residual.can_mut()
             && residual.dtype == epilogue.dtype

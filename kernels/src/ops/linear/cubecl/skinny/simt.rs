@@ -36,8 +36,8 @@ pub(super) fn by_simt<R: CubeRuntime>(
     let vectors = d_input / vector;
     let row_units = RowUnits::new(&x.client, vectors, usize::MAX, 32);
     let block = n_rows.next_power_of_two().min(BLOCK);
-    // SAFETY: a group of units reads its own rows of the weight and a block's of `x`, below `outputs` and `n_rows`, and writes
-    // what no other does.
+    // SAFETY: a group of units reads its own rows of the weight and a block's of `x`, below
+    // `outputs` and `n_rows`, and writes what no other does.
     unsafe {
         simt_kernel::launch_unchecked(
             &x.client,
@@ -100,7 +100,8 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
         terminate!();
     }
     let own = CUBE_POS as u32 % cubes * row_units.rows + UNIT_POS_Y;
-    // Groups beyond the end do the last output again without writing it: all units of a cube exchange values together.
+    // Groups beyond the end do the last output again without writing it: all units of a cube
+    // exchange values together.
     let output = min(own, sizes.outputs - 1);
     let sides = comptime!(1 + parts.gated as usize);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(sides * block));
@@ -141,7 +142,8 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     }
 }
 
-/// A vector of the weight, whatever it is stored as. Bytes lie four in a word, of which a vector may be a part.
+/// A vector of the weight, whatever it is stored as. Bytes lie four in a word, of which a vector
+/// may be a part.
 #[cube]
 fn stored<W: Float, N: Size>(
     weight: &ComptimeOption<Array<Vector<W, N>>>,

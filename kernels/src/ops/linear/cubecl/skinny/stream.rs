@@ -1,5 +1,5 @@
-//! Skinny products with very many outputs, as the head's, on NVIDIA's tensor cores: persistent cubes, one for each
-//! multiprocessor.
+//! Skinny products with very many outputs, as the head's, on NVIDIA's tensor cores: persistent
+//! cubes, one for each multiprocessor.
 //!
 //! ```text
 //! x [rows, K]      in shared memory, read once by each cube; planes split K as in `tensor_cores.rs`
@@ -7,7 +7,8 @@
 //!                  the weights of the next tile are read while one is multiplied
 //! ```
 //!
-//! With a cube for each tile, as in `tensor_cores.rs`, more of `x` would go through the cache than of the weight through memory.
+//! With a cube for each tile, as in `tensor_cores.rs`, more of `x` would go through the cache than
+//! of the weight through memory.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -220,8 +221,8 @@ fn stream_kernel<F: Float, O: Float>(
     }
 }
 
-/// Reads a lane's share of a tile's weights, of which it has the rows `output`, `output + 8` and so on; zeros beyond the
-/// outputs and columns that there are.
+/// Reads a lane's share of a tile's weights, of which it has the rows `output`, `output + 8` and so
+/// on; zeros beyond the outputs and columns that there are.
 #[cube]
 fn read_tile<F: Float>(
     weight: &ComptimeOption<Array<Wide<F>>>,

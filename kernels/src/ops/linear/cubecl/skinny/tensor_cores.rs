@@ -10,12 +10,12 @@
 //!          -> sums of all planes through shared memory -> epilogue
 //! ```
 //!
-//! Which columns a lane's registers hold does not matter to a sum over K, as long as both sides agree: so both come from memory
-//! as they are, without `ldmatrix`.
+//! Which columns a lane's registers hold does not matter to a sum over K, as long as both sides
+//! agree: so both come from memory as they are, without `ldmatrix`.
 //!
-//! A step of decoding is a chain of such products, each too short to hide what it waits for. So everything that does not depend
-//! on anything is read at once, before the first wait, and the deviation of an RMS norm divides the sums at the end instead of
-//! holding up their beginning.
+//! A step of decoding is a chain of such products, each too short to hide what it waits for. So
+//! everything that does not depend on anything is read at once, before the first wait, and the
+//! deviation of an RMS norm divides the sums at the end instead of holding up their beginning.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -39,14 +39,15 @@ const MORE_PLANES: usize = 16;
 const FEW_CUBES: usize = 256;
 /// The most groups of outputs of a cube, without those of a gate.
 const MOST_GROUPS: usize = 4;
-/// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the cubes are few and the
-/// rows up to eight, since then there are registers for more, and of `x`.
+/// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the
+/// cubes are few and the rows up to eight, since then there are registers for more, and of `x`.
 const READS: usize = 8;
 const MORE_READS: usize = 12;
 const X_READS: usize = 16;
 /// Columns of `x` that a lane reads at a time for the statistics of a row, in vectors.
 const TOGETHER: usize = 4;
-/// The most bands (of 16 rows) times groups of weights (a gate's included) whose sums fit in shared memory.
+/// The most bands (of 16 rows) times groups of weights (a gate's included) whose sums fit in shared
+/// memory.
 const MOST: usize = 8;
 
 /// The shape of a cube of the tensor-core kernel.
@@ -93,7 +94,8 @@ fn stride<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
     if x.meta.shape()[0] == 1 { 8 } else { x.meta.strides()[0] }
 }
 
-/// Whether the device multiplies matrices of the dtype of `x`, and its columns lie one after another.
+/// Whether the device multiplies matrices of the dtype of `x`, and its columns lie one after
+/// another.
 fn is_taken<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     x.meta.strides()[1] == 1 && has_tensor_cores(x)
 }
@@ -122,8 +124,8 @@ pub(super) fn by_tensor_cores<R: CubeRuntime>(
         epsilon = norm.epsilon;
         (gamma, beta) = (Some(contiguous(norm.gamma)), norm.beta.map(contiguous));
     }
-    // As many outputs a cube as leave one for each multiprocessor, or nearly so: each cube reads all of `x`, and a few
-    // more cubes than there is room for would take as long as twice as many.
+    // As many outputs a cube as leave one for each multiprocessor, or nearly so: each cube reads
+    // all of `x`, and a few more cubes than there is room for would take as long as twice as many.
     let blocks = n_rows.div_ceil(8);
     let gates = 1 + usize::from(parts.gated);
     let multiprocessors = multiprocessors(&x);
@@ -141,8 +143,8 @@ pub(super) fn by_tensor_cores<R: CubeRuntime>(
     let most = (reads / sides).min(X_READS / blocks).max(1);
     let ahead = chunks.div_ceil(chunks.div_ceil(most));
     let shape = Shape { planes, groups, blocks, sides, ahead };
-    // SAFETY: reads are guarded by rows, outputs and columns, writes by rows and outputs; `gamma` and `beta` have a
-    // column for each of `x`.
+    // SAFETY: reads are guarded by rows, outputs and columns, writes by rows and outputs; `gamma`
+    // and `beta` have a column for each of `x`.
     unsafe {
         launch!(
             tensor_core_kernel::TensorCoreKernel,
@@ -326,7 +328,8 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
         }
     }
 
-    // The planes' sums, side by side: `[plane, row, side, 4 pairs]`. They may lie where the statistics did.
+    // The planes' sums, side by side: `[plane, row, side, 4 pairs]`. They may lie where the
+    // statistics did.
     sync_cube();
     let width = comptime!((sides * GROUP / 2) as u32);
     let tile = comptime!((8 * blocks * sides * GROUP / 2) as u32);
@@ -385,8 +388,9 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
     }
 }
 
-/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first of which has its
-/// columns from `column` on; zeros beyond the rows, outputs and columns that there are.
+/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first
+/// of which has its columns from `column` on; zeros beyond the rows, outputs and columns that there
+/// are.
 #[cube]
 fn fetch<F: Float, G: Float>(
     x: &Array<Wide<F>>,
@@ -442,7 +446,8 @@ fn fetch<F: Float, G: Float>(
     }
 }
 
-/// Eight elements of a row of `x`, normalised where there is a norm; zeros beyond its rows and columns.
+/// Eight elements of a row of `x`, normalised where there is a norm; zeros beyond its rows and
+/// columns.
 #[cube]
 fn normalised<F: Float, G: Float, H: Float>(
     value: Wide<F>,

@@ -8,11 +8,12 @@ use crate::quant::int8::unpack;
 
 /// Outputs of a group: columns of `mma`'s result.
 pub(super) const GROUP: usize = 8;
-/// Columns of the inner dimension that a plane works on at a time, eight for each of a lane's four neighbours.
+/// Columns of the inner dimension that a plane works on at a time, eight for each of a lane's four
+/// neighbours.
 pub(super) const CHUNK: usize = 32;
 
-/// Adds to the sums of `[band, side]` what the chunk `i` of weights gives with 16 rows of `x`: `upper` and `lower` are
-/// eight columns of a row, and of the row eight below it.
+/// Adds to the sums of `[band, side]` what the chunk `i` of weights gives with 16 rows of `x`:
+/// `upper` and `lower` are eight columns of a row, and of the row eight below it.
 #[cube]
 pub(super) fn multiply<F: Float>(
     upper: Wide<F>,

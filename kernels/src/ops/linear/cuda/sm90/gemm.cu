@@ -1,5 +1,5 @@
-// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there, or (a * b) * slopes, for 16-bit matrices on Hopper; or
-// out = a * b for f32.
+// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there,
+// or (a * b) * slopes, for 16-bit matrices on Hopper; or out = a * b for f32.
 //
 //                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
 //                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
@@ -11,31 +11,39 @@
 //   | 128, block 1  |    |  block 1 |
 //   +---------------+    +----------+
 //
-// Blocks stay: a cluster takes whole tiles, `whole_rounds` of them, one after the other. What tiles are left, too few for
-// all clusters, are cut along K into as many equal runs as there are clusters (stream-K: Osama et al., 2023). Where a tile
-// was cut, the cluster that has its end adds what the clusters before it have left in `partial`, in a fixed order, so that
-// equal inputs give equal bits. A cluster takes its pieces from the last to the first: it waits only for what clusters of
+// Blocks stay: a cluster takes whole tiles, `whole_rounds` of them, one after the other. What tiles
+// are left, too few for all clusters, are cut along K into as many equal runs as there are clusters
+// (stream-K: Osama et al., 2023). Where a tile was cut, the cluster that has its end adds what the
+// clusters before it have left in `partial`, in a fixed order, so that equal inputs give equal
+// bits. A cluster takes its pieces from the last to the first: it waits only for what clusters of
 // lower numbers do first.
 //
-// f32 matrices lie with K contiguous, 32 of K are a stage. They are multiplied in TF32, which has 11 of f32's 24 bits; or, if SPLIT, as three
-// products, one after the other. Each row of `a` and `b` has its rounded numbers first, whole stages of them, and then what was rounded off.
+// f32 matrices lie with K contiguous, 32 of K are a stage. They are multiplied in TF32, which has
+// 11 of f32's 24 bits; or, if SPLIT, as three products, one after the other. Each row of `a` and
+// `b` has its rounded numbers first, whole stages of them, and then what was rounded off.
 //
 //   a  | rounded | rest |   *   b  | rounded | rest |   =   rest * rounded + rounded * rest + rounded * rounded
 //
-// Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED stages the sums are added to others by f32 units.
+// Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED stages
+// the sums are added to others by f32 units.
 //
-// Compiled with: TF32 (1: for f32), SPLIT, HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
-// contiguous), OUT_F32 (1: f32 sums, which may be added to what `out` has), ROW_SUMS (1: the sums of each row of `a`, too, which lies with M contiguous:
-// f32 results), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation gates; `b` has all gates first, and lies with K contiguous),
-// DROPOUT (1: without an activation, 16 bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the product is multiplied
-// by each of them. 1, or 2 of a gated activation, side by side; as many products stand side by side then).
+// Compiled with: TF32 (1: for f32), SPLIT, HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M,
+// B_MAJOR_N (1 if the matrix is contiguous along M or N), OUT_F32 (1: f32 sums, which may be added
+// to `out`), ROW_SUMS (1: also the sums of each row of `a`, which is contiguous along M: f32
+// results), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation is
+// gated; `b` has all gates first, and is contiguous along K), DROPOUT (1: without an activation, 16
+// bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the
+// product is multiplied by each of them. 1, or 2 side by side for a gated activation; then there
+// are as many products side by side).
 //
-// Of a gated activation a tile has half its columns from the gates, which block 0 brings, and half from what they gate, which block 1
-// does: both of a pair are in the same thread's sums. For the gradient an activation leaves its slopes: of a gate g and what it gates, u, these are
-// u * activation'(g) and activation(g).
+// For a gated activation, half of a tile's columns are gates, loaded by block 0, and half are what
+// they gate, loaded by block 1: both of a pair are in the same thread's sums. For the gradient an
+// activation leaves its slopes: for a gate g and its value u, these are u * activation'(g) and
+// activation(g).
 //
-// Where the gradient of a weight is computed, `a` is the gradient of outputs, and the sums of its rows are that of the bias. Two warps beside the producer's
-// leave those over each stage of 64 of K, which another launch adds up. The stages of a row of tiles are shared out among its columns.
+// For the gradient of a weight, `a` is the gradient of outputs, and the sums of its rows are the
+// bias's gradient. Two warps next to the producer's compute those over each stage of 64 of K, which
+// another launch adds up. The stages of a row of tiles are distributed over its columns.
 
 constexpr int BLOCK_ROWS = 128;
 // Of K in a stage: a row of a tile.
@@ -43,7 +51,8 @@ constexpr int DEPTH = TF32 ? 32 : 64;
 constexpr int CONSUMERS = 2;
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int BLOCKS = 2;
-// Rows of tiles that are computed at about the same time, so that they share columns of `b` in the L2 cache.
+// Rows of tiles that are computed at about the same time, so that they share columns of `b` in the
+// L2 cache.
 constexpr int GROUP = 8;
 constexpr int PROMOTED = 4;
 
@@ -52,7 +61,8 @@ constexpr int B_BYTES = COLUMNS * ROW_BYTES;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 // Columns of the result that a tile has.
 constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
-// Whether the next tile is found while the first products of one run, as its divisions take long: where there are registers for it.
+// Whether the next tile is found while the first products of one run, as its divisions take long:
+// where there are registers for it.
 constexpr bool FINDS_AHEAD = ACTIVATION == 0 || GATED || COLUMNS < 256;
 // Warps that add up rows of `a`, 64 each.
 constexpr int SUMMING_WARPS = ROW_SUMS ? CONSUMERS : 0;
@@ -67,7 +77,8 @@ struct Info {
     u64 whole_rounds;
     // 0: no bias; 1: of f32; 2: of 16 bits.
     u64 bias;
-    // Whether there is something else at a tile's end: a residual or f32 sums to add to, or slopes to multiply by.
+    // Whether there is something else at a tile's end: a residual or f32 sums to add to, or slopes
+    // to multiply by.
     u64 adds;
     DropoutInfo dropout;
 };
@@ -77,7 +88,7 @@ struct Buffers {
     const void* bias;
     // The sums of rows of `a` over each stage: [K / DEPTH, M].
     float* row_sums;
-    // What clusters leave of tiles that are cut, and marks of where it is there.
+    // Partial results of split tiles, and flags that they are complete.
     float* partial;
     u32* ready;
 };
@@ -145,7 +156,7 @@ struct Schedule {
     }
 };
 
-// What lies in shared memory.
+// Layout of shared memory.
 struct Shared {
     u32 base;
 
@@ -263,8 +274,9 @@ __device__ __forceinline__ void collect(Sums& sums, const Buffers& buffers, int 
 }
 
 #if ROW_SUMS
-// A warp: the sums of 64 rows of `a` over this column's stages. Eight lanes read 64 of M, eight each, and four such groups every fourth of K. (By products with
-// ones it waited behind `wgmma` for each.)
+// A warp: the sums of 64 rows of `a` over this column's stages. Eight lanes read 64 of M, eight
+// each, and four such groups every fourth of K. (By products with ones it waited behind `wgmma` for
+// each.)
 __device__ void sum_rows(const Buffers& buffers, const Info& info, const Shared& shared, int warp) {
     int lane = threadIdx.x % 32, chunk = lane % 8, first_k = lane / 8;
     Schedule schedule(info);
@@ -345,7 +357,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
             if (across < info.n) {
                 float x = sums[i][2 * half], y = sums[i][2 * half + 1];
                 if (ADDS) {
-                    // Memory adds, and nobody waits for what is there. A number is added to once in a launch.
+                    // Atomic adds without waiting. Each element is added to once per launch.
                     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(out + across), "f"(x), "f"(y) : "memory");
                 } else {
                     *reinterpret_cast<float2*>(out + across) = make_float2(x, y);
@@ -355,7 +367,8 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
     }
 }
 #else
-// A thread's sums of two runs of eight columns of the tile, from run `i` on, with the bias if BIASED.
+// A thread's sums of two runs of eight columns of the tile, from run `i` on, with the bias if
+// BIASED.
 struct Runs {
     float values[2][4];
 
@@ -408,7 +421,8 @@ struct Drop {
     }
 };
 
-// Where a thread's matrices of two runs of eight columns are in a staged result, from run `i` on: blocks of 64 columns, in the order that TMA stores.
+// Where a thread's matrices of two runs of eight columns are in a staged result, from run `i` on:
+// blocks of 64 columns, in the order that TMA stores.
 __device__ __forceinline__ u32 staged(u32 out, int i) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, chunk = i + lane / 16;
     return out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
@@ -424,8 +438,9 @@ __device__ __forceinline__ void stage_runs(u32 place, const Runs& runs) {
 }
 
 #if ACTIVATION
-// The activation of a tile's sums, to shared memory. If its slopes are wanted, these, of a gated one those of the gates; then the activation stays in
-// the place of the sums, that of gates, and beside it its product with what they gate.
+// The activation of a tile's sums, to shared memory. If slopes are requested, these are written,
+// for a gated activation those of the gates; then the activation replaces the sums, that of the
+// gates, next to its product with the gated values.
 __device__ __forceinline__ void stage_activation(Sums& sums, u32 out, u32 bias_place) {
     constexpr int OUT_RUNS = OUT_COLUMNS / 8;
     #pragma unroll
@@ -460,8 +475,8 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, int first, u32 out)
     }
 }
 #else
-// Into shared memory, where the residual or slopes may be already. BIASED and ADDS are decided ahead of the loop: a branch at each store took three times as
-// long as the stores.
+// Into shared memory, where the residual or slopes may be already. BIASED and ADDS are decided
+// ahead of the loop: a branch at each store took three times as long as the stores.
 template <bool BIASED, bool ADDS>
 __device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, const Drop& drop) {
     #pragma unroll
@@ -510,8 +525,8 @@ __device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int
 }
 #endif
 
-// A warpgroup: multiplies the stages and writes the result. `residual_map` is what there is to add, or the slopes: those to multiply by, or, behind an
-// activation, where these go.
+// A warpgroup: multiplies the stages and writes the result. `residual_map` is what there is to add,
+// or the slopes: those to multiply by, or, behind an activation, where these go.
 __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map, const Buffers& buffers, const Info& info,
                         const Shared& shared, int consumer) {
     u32 rank = cluster_rank();

@@ -1,5 +1,6 @@
-// out = activation(norm(a) * b + bias), or norm(a) * b + bias + residual, as far as these are there, for 16-bit matrices on Hopper,
-// of which `a` has so few rows that all time goes into reading `b`.
+// out = activation(norm(a) * b + bias), or norm(a) * b + bias + residual, as far as these are
+// there, for 16-bit matrices on Hopper, of which `a` has so few rows that all time goes into
+// reading `b`.
 //
 //              b  K x N, K contiguous        A cluster computes TOKENS rows of WEIGHTS columns; each of its SPLIT blocks multiplies
 //            +----------+                    a run of K. wgmma has the columns of `b` as its 64 rows, so that few rows of `a` are few
@@ -11,16 +12,19 @@
 //            +----------+                    Sums go to shared memory, [row][column]; the blocks of the cluster share out the tile,
 //                                            and each adds up the sums of all blocks in their order: equal inputs give equal bits.
 //
-// With a cluster of one block, blocks stay and take tile after tile, the producer ahead of the consumers. Otherwise each cluster
-// has one tile, and the sums lie where the stages were.
+// With a cluster of one block, blocks process tile after tile, the producer ahead of the consumers.
+// Otherwise each cluster has one tile, and the sums replace the stages.
 //
-// An RMS norm's gamma is multiplied into each stage of `a` where that lies; its 1 / rms into the sums, once all of a row was read.
+// An RMS norm's gamma is multiplied into each stage of `a` in place; its 1 / rms into the sums,
+// once all of a row was read.
 //
-// Of a gated activation a tile has the columns of a gate, and those of what it gates: `b` has all gates first.
+// Of a gated activation a tile has the columns of a gate, and those of what it gates: `b` has all
+// gates first.
 //
-// Compiled with: HALF, TOKENS (16, 32, 64, 128), WARPGROUPS (1, 2) that multiply 64 columns each, SPLIT (1, 2, 4, 8), STAGES, OUT_F32
-// (1: the result is f32), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1, with two warpgroups: the first one has the gates),
-// NORM (1: there is an RMS norm).
+// Compiled with: HALF, TOKENS (16, 32, 64, 128), WARPGROUPS (1, 2) that multiply 64 columns each,
+// SPLIT (1, 2, 4, 8), STAGES, OUT_F32 (1: the result is f32), ACTIVATION (0: none; 1: GELU by tanh;
+// 2: ReLU; 3: SiLU), GATED (1, with two warpgroups: the first one has the gates), NORM (1: there is
+// an RMS norm).
 
 constexpr int DEPTH = 64;
 constexpr int WEIGHTS = 64 * WARPGROUPS;
@@ -34,7 +38,8 @@ constexpr int COLUMNS = GATED ? WEIGHTS / 2 : WEIGHTS;
 constexpr int PITCH = WEIGHTS + 4;
 constexpr int SUMS_BYTES = TOKENS * PITCH * 4;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-// Threads that have a row of a stage of `a` together, 16 bytes each, and rows that a thread has a part of.
+// Threads that have a row of a stage of `a` together, 16 bytes each, and rows that a thread has a
+// part of.
 constexpr int SHARERS = ROW_BYTES / 16;
 constexpr int SHARES = (TOKENS * SHARERS + CONSUMERS - 1) / CONSUMERS;
 constexpr int BARRIERS_AT = SPLIT == 1 ? RING_BYTES + SUMS_BYTES : RING_BYTES > SUMS_BYTES ? RING_BYTES : SUMS_BYTES;
@@ -233,7 +238,8 @@ struct Consumer {
         release(shared, before);
     }
 
-    // Multiplies gamma into a stage of `a`, and adds up the squares of what was there. A thread has the same eight columns of its rows.
+    // Multiplies gamma into a stage of `a`, and adds up the squares of what was there. A thread has
+    // the same eight columns of its rows.
     __device__ __forceinline__ void weigh(u32 a, const Quad (&gamma)[2]) {
         int row = threadIdx.x / SHARERS, chunk = threadIdx.x % SHARERS;
         #pragma unroll
@@ -262,7 +268,8 @@ struct Consumer {
         }
     }
 
-    // Lane l has columns l / 4 and l / 4 + 8 of its warp's 16, of rows 2 (l % 4) and the next of each eight.
+    // Lane l has columns l / 4 and l / 4 + 8 of its warp's 16, of rows 2 (l % 4) and the next of
+    // each eight.
     __device__ __forceinline__ void leave(const Shared& shared) {
         if (NORM) {
             leave_squares(shared);

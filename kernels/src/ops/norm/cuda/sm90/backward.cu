@@ -4,7 +4,8 @@
 //   d_x        inverse (scaled - mean(scaled) - normed mean(scaled normed)) (+ residual), where scaled = grad gamma; in layer norms alone with the first mean
 //   partial    [blocks, 1 or 2, COLUMNS]: the sums of grad normed and, if SHIFTED, of grad; over a warp's rows in registers, over its warps at the end
 //
-// Compiled with: HALF, COLUMNS (a multiple of 8), WARPS, STAGES, LAYER, SHIFTED, ADDS (a residual) and GAMMA_F32 (gamma is f32; else of 16 bits).
+// Compiled with: HALF, COLUMNS (a multiple of 8), WARPS, STAGES, LAYER, SHIFTED, ADDS (a residual)
+// and GAMMA_F32 (gamma is f32; else of 16 bits).
 
 constexpr int THREADS = 32 * WARPS;
 // Vectors of eight in a row, and those of a lane.

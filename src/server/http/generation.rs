@@ -1,5 +1,5 @@
-//! What chat, responses and completions share: settings, jobs for the device, and how pieces of
-//! text leave, as events or at once.
+//! What chat, responses and completions share: settings, jobs for the device, and streamed or
+//! complete answers.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -18,43 +18,43 @@ use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{Caller, Shared, json_response};
-use crate::inference::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilter, WrittenToken};
+use crate::inference::generation::scheduler::{MAX_TOP_LOGPROBS, OutputToken, Request, TokenFilter};
 use crate::inference::generation::{GenerationOptions, LEAST_TEMPERATURE};
 use crate::server::answers::{Answers, Piece, Taken};
-use crate::server::engine::{Job, TextEvent, WriteJob};
+use crate::server::engine::{GenerateJob, Job, SequenceEvent};
 use crate::server::grammar::GrammarFilter;
 use crate::server::log::Record;
-use crate::server::served::{Served, ServedWriter};
+use crate::server::served::{Served, ServedGenerator};
 
-/// Sequences of a request.
-pub(super) const TEXTS: usize = 2048;
-/// Stop texts of a request.
+/// Maximum sequences of a request.
+pub(super) const MAX_SEQUENCES: usize = 2048;
+/// Maximum stop strings of a request.
 const STOPS: usize = 16;
-/// Tokens whose logits a request may change.
+/// Maximum entries of logit_bias.
 const BIASES: usize = 1024;
-/// Events that wait for a client, beside those in its connection.
+/// Events buffered for a client, besides those of its connection.
 const EVENTS: usize = 16;
-/// A bias that no logit makes up for.
+/// A bias that excludes a token.
 const FORBIDDEN: f32 = -1e30;
-/// How often a stream shows that it is alive.
+/// Interval of keep-alive events.
 const ALIVE: Duration = Duration::from_secs(15);
 
 /// Marks answers that are event streams.
 #[derive(Clone, Copy)]
 pub(super) struct Streams;
 
-/// The model, if it writes.
-pub(super) fn writer(shared: &Shared) -> Result<&ServedWriter, ApiError> {
+/// The model, if it generates text.
+pub(super) fn writer(shared: &Shared) -> Result<&ServedGenerator, ApiError> {
     match shared.served.get() {
-        Some(Served::Writer(writer)) => Ok(writer),
-        Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not write")),
-        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        Some(Served::Generator(writer)) => Ok(writer),
+        Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not generate text")),
+        None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }
 
-/// That a request names the model that is served, or none.
+/// Checks the model's name, if the request has one.
 pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<(), ApiError> {
-    match fields.text("model")? {
+    match fields.string("model")? {
         Some(name) if name != shared.options.name => Err(unknown_model(shared, name)),
         _ => Ok(()),
     }
@@ -62,26 +62,25 @@ pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<(), ApiError> {
 
 pub(super) fn unknown_model(shared: &Shared, name: &str) -> ApiError {
     let served = &shared.options.name;
-    let error = ApiError::param("model", format!("there is no model {name:?} here; there is {served:?}"));
+    let error = ApiError::param("model", format!("model {name:?} is not served here; {served:?} is"));
     error.with_status(StatusCode::NOT_FOUND).with_code("model_not_found")
 }
 
-/// How a request wants its texts written.
+/// Generation settings of a request.
 pub(super) struct Settings {
     options: GenerationOptions,
     biases: Vec<(u32, f32)>,
     pub(super) stop: Vec<String>,
-    /// Texts for each prompt.
+    /// Sequences per prompt.
     pub(super) choices: usize,
     pub(super) stream: bool,
     pub(super) usage: bool,
-    pub(super) likeliest: Option<usize>,
-    /// Asks for the log-probabilities of the prompt's own tokens, and of so many of the likeliest
-    /// in their places.
-    pub(super) prompt_likeliest: Option<usize>,
-    /// Orders the requests of a client: lower ones first.
+    pub(super) top_logprobs: Option<usize>,
+    /// Requests prompt log-probabilities, with this many top alternatives.
+    pub(super) prompt_top_logprobs: Option<usize>,
+    /// Priority among the client's requests: lower first.
     priority: i64,
-    /// How long the answer may take.
+    /// Time limit of the answer.
     time: Duration,
 }
 
@@ -89,16 +88,16 @@ impl Settings {
     pub(super) fn read(shared: &Shared, fields: &Fields, vocabulary: usize) -> Result<Self, ApiError> {
         fields.refuse(&UNSUPPORTED)?;
         if !fields.flag("skip_special_tokens", true)? {
-            return Err(fields.wrong("skip_special_tokens", "true: answers have no special tokens"));
+            return Err(fields.wrong("skip_special_tokens", "true: answers never contain special tokens"));
         }
         let most = shared.options.limits.request;
         let time = fields.number("timeout", 0.001..=most.as_secs_f64())?.map_or(most, Duration::from_secs_f64);
         let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0);
-        // So low it is greedy, but for logits that are as good as one.
+        // Practically greedy.
         let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
         let top_p = fields.number("top_p", 0.0..=1.0)?;
         if top_p == Some(0.0) {
-            return Err(fields.wrong("top_p", "above 0, and 1 at the most"));
+            return Err(fields.wrong("top_p", "above 0 and at most 1"));
         }
         // Other servers take 0 and -1 for all.
         let top_k = match fields.integer("top_k")? {
@@ -119,14 +118,14 @@ impl Settings {
             stop: Vec::new(),
             seed: fields.integer("seed")?.map_or_else(random, i64::cast_unsigned),
         };
-        let stop = fields.texts("stop", STOPS)?;
+        let stop = fields.strings("stop", STOPS)?;
         if stop.iter().any(String::is_empty) {
             return Err(fields.wrong("stop", "a string that is not empty, or several"));
         }
         let stream = fields.flag("stream", false)?;
         let stream_options = fields.object("stream_options")?;
         if stream_options.is_some() && !stream {
-            return Err(ApiError::param("stream_options", "stream_options are for answers with stream: true"));
+            return Err(ApiError::param("stream_options", "stream_options needs stream: true"));
         }
         Ok(Self {
             options,
@@ -135,9 +134,9 @@ impl Settings {
             choices: fields.count("n", 1..=shared.options.limits.answers)?.unwrap_or(1),
             stream,
             usage: stream_options.map_or(Ok(false), |options| options.flag("include_usage", false))?,
-            likeliest: None,
-            // As vLLM has it; -1 is all of them there.
-            prompt_likeliest: fields.count("prompt_logprobs", 0..=MOST_LIKELIEST)?,
+            top_logprobs: None,
+            // As at vLLM; -1 for all is not supported.
+            prompt_top_logprobs: fields.count("prompt_logprobs", 0..=MAX_TOP_LOGPROBS)?,
             priority: fields.integer("priority")?.unwrap_or(0),
             time,
         })
@@ -149,22 +148,25 @@ fn biases(fields: &Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>, ApiErro
     let biases = biases.into_values();
     let name = fields.name("logit_bias");
     if biases.len() > BIASES {
-        return Err(ApiError::param(name, format!("logit_bias has {} tokens; {BIASES} are allowed", biases.len())));
+        return Err(ApiError::param(
+            name,
+            format!("logit_bias has {} tokens; at most {BIASES} are allowed", biases.len()),
+        ));
     }
     let bias = |(token, by): (String, Value)| {
         let id = token.parse::<u32>().ok().filter(|id| (*id as usize) < vocabulary);
         let by = by.as_f64().filter(|by| (-100.0..=100.0).contains(by));
-        // As OpenAI has it, this keeps a token out.
+        // As at OpenAI, this excludes a token.
         let by = by.map(|by| if by == -100.0 { FORBIDDEN } else { by as f32 });
         id.zip(by).ok_or_else(|| {
             let wanted = format!("tokens from 0 to {} and numbers from -100 to 100", vocabulary - 1);
-            ApiError::param(&name, format!("logit_bias has to hold {wanted}, and token {token:?} is none of them"))
+            ApiError::param(&name, format!("logit_bias must hold {wanted}, but token {token:?} is not"))
         })
     };
     biases.into_iter().map(bias).collect()
 }
 
-/// A number that nobody can guess from another one's.
+/// An unpredictable number.
 pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -174,74 +176,76 @@ pub(super) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
-/// Prompts of a request, with what their texts are made to be.
+/// The prompts of a request and the constraint of their sequences.
 pub(super) struct Prompts {
     pub(super) prompts: Vec<Vec<u32>>,
     pub(super) max_tokens: Option<usize>,
-    /// What each text is kept to.
+    /// The constraint of each sequence.
     pub(super) constraint: Option<Constraint>,
     /// The field that a prompt comes from.
     pub(super) field: &'static str,
 }
 
 impl Prompts {
-    /// That the texts are not too many, and each has room.
-    fn check(&self, served: &ServedWriter, settings: &Settings) -> Result<(), ApiError> {
+    /// Checks the number of sequences and their lengths.
+    fn check(&self, served: &ServedGenerator, settings: &Settings) -> Result<(), ApiError> {
         let count = self.prompts.len() * settings.choices;
         for length in self.prompts.iter().map(Vec::len) {
             let room = served.context.saturating_sub(length);
             if length == 0 {
-                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
+                return Err(ApiError::param(self.field, "the prompt is empty: the model needs at least one token"));
             }
             if room == 0 || self.max_tokens.is_some_and(|more| more > room) {
-                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
-                let message =
-                    format!("the prompt has {length} tokens{asked}, but there is room for {} in all", served.context);
+                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and max_tokens is {more}"));
+                let message = format!(
+                    "the prompt has {length} tokens{asked}, but prompt and answer together may have {}",
+                    served.context
+                );
                 return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
             }
         }
-        if count > TEXTS {
-            let message = format!("{count} sequences are asked for; {TEXTS} are allowed in a request");
+        if count > MAX_SEQUENCES {
+            let message = format!("the request asks for {count} sequences; at most {MAX_SEQUENCES} are allowed");
             return Err(ApiError::param("n", message));
         }
         Ok(())
     }
 
-    /// Jobs for all texts of a request, and where what comes of them is told: those of the first
-    /// prompt, then of the next.
+    /// The jobs of all sequences and their channels: first those of the first prompt, then of the
+    /// next.
     fn jobs(
         &self,
-        served: &ServedWriter,
+        served: &ServedGenerator,
         settings: &Settings,
         filter: Option<&GrammarFilter>,
-    ) -> (Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>) {
+    ) -> (Vec<Job>, Vec<mpsc::UnboundedReceiver<SequenceEvent>>) {
         let prompts = self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, settings.choices));
         let job = |(number, prompt): (usize, &Vec<u32>)| {
             let max_tokens = self.max_tokens.unwrap_or(served.context.saturating_sub(prompt.len()));
             let request = Request {
                 sampling: settings.options.sampling(number as u64),
-                ends: served.ends.clone(),
+                stop_tokens: served.stop_tokens.clone(),
                 biases: settings.biases.clone(),
-                likeliest: settings.likeliest.map(|count| count.min(MOST_LIKELIEST)),
-                prompt_likeliest: settings.prompt_likeliest,
-                // What reads a prompt draws a token behind it, whoever asks for it.
+                top_logprobs: settings.top_logprobs.map(|count| count.min(MAX_TOP_LOGPROBS)),
+                prompt_top_logprobs: settings.prompt_top_logprobs,
+                // Prefill always samples a token.
                 ..Request::new(prompt.clone(), max_tokens.max(1))
             };
             let filter = filter.map(|filter| Box::new(filter.again()) as Box<dyn TokenFilter>);
             let (sender, receiver) = mpsc::unbounded_channel();
-            (Job::Write(Box::new(WriteJob { request, filter, events: sender })), receiver)
+            (Job::Generate(Box::new(GenerateJob { request, filter, events: sender })), receiver)
         };
         prompts.enumerate().map(job).unzip()
     }
 
-    /// The end of each text's prompt, in the order of [`jobs`](Self::jobs).
+    /// The end of each sequence's prompt, in the order of [`jobs`](Self::jobs).
     fn of_choices(&self, settings: &Settings) -> Vec<Vec<u32>> {
         let last = |prompt: &Vec<u32>| prompt[prompt.len().saturating_sub(PROMPT_END)..].to_vec();
         self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(last(prompt), settings.choices)).collect()
     }
 }
 
-/// Fields of other servers that shape an answer, and that nothing here follows.
+/// Fields of other servers that would change an answer and are not supported.
 const UNSUPPORTED: [&str; 23] = [
     "allowed_token_ids",
     "audio",
@@ -268,45 +272,46 @@ const UNSUPPORTED: [&str; 23] = [
     "web_search_options",
 ];
 
-/// Tokens of a prompt's end that what follows is decoded behind.
+/// Prompt tokens used as context for decoding text.
 const PROMPT_END: usize = 16;
 
-/// How an answer leaves, at once or as events.
+/// The form of an answer, complete or streamed.
 pub(super) trait Form: Send + 'static {
-    /// What the answer's id begins with.
+    /// Prefix of the answer's id.
     fn prefix(&self) -> &'static str;
 
-    /// Events before the first piece of any of so many texts.
+    /// Events before the first output of any sequence.
     fn begun(&mut self, head: &Head, count: usize) -> Vec<String>;
 
-    /// Events for a piece of a text.
-    fn more(&mut self, head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String>;
+    /// Events of new output.
+    fn more(&mut self, head: &Head, served: &ServedGenerator, piece: Piece) -> Vec<String>;
 
-    /// Events when all texts are complete.
+    /// Events when all sequences are complete.
     fn ended(&mut self, head: &Head, usage: Usage) -> Vec<String>;
 
-    /// Events when there is nothing more, for this reason.
+    /// Events after a failure.
     fn failed(&mut self, head: &Head, error: &ApiError) -> Vec<String>;
 
-    /// The body of an answer of so many texts that is not a stream, of all their pieces.
-    fn whole(&mut self, head: &Head, served: &ServedWriter, count: usize, pieces: Vec<Piece>, usage: Usage) -> Value;
+    /// The body of a complete answer.
+    fn whole(&mut self, head: &Head, served: &ServedGenerator, count: usize, pieces: Vec<Piece>, usage: Usage)
+    -> Value;
 }
 
-/// What the choices of an answer look like, where it is made of them.
+/// The form of an answer made of choices.
 pub(super) trait Choices: Send + 'static {
-    /// What the answer's id begins with, and what a whole answer and a chunk of it are called.
+    /// Prefix of the answer's id, and the object names of a complete answer and of a chunk.
     fn names(&self) -> [&'static str; 3];
 
-    /// What comes first of each text of a stream.
+    /// The first delta of each streamed choice.
     fn opening(&self, _choice: usize) -> Option<Value> {
         None
     }
 
-    /// A piece of a text as a choice of a chunk.
-    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value;
+    /// New output, as a choice of a chunk.
+    fn chunk(&mut self, served: &ServedGenerator, piece: Piece) -> Value;
 
-    /// A whole text as a choice.
-    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value;
+    /// A complete choice.
+    fn whole(&mut self, served: &ServedGenerator, choice: usize, text: Whole) -> Value;
 }
 
 impl<C: Choices> Form for C {
@@ -319,7 +324,7 @@ impl<C: Choices> Form for C {
         openings.map(|opening| event(&head.chunk(self.names()[2], vec![opening]))).collect()
     }
 
-    fn more(&mut self, head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String> {
+    fn more(&mut self, head: &Head, served: &ServedGenerator, piece: Piece) -> Vec<String> {
         let choices = vec![self.chunk(served, piece)];
         vec![event(&head.chunk(self.names()[2], choices))]
     }
@@ -337,10 +342,17 @@ impl<C: Choices> Form for C {
         vec![event(&error.json())]
     }
 
-    fn whole(&mut self, head: &Head, served: &ServedWriter, count: usize, pieces: Vec<Piece>, usage: Usage) -> Value {
-        let mut texts: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
+    fn whole(
+        &mut self,
+        head: &Head,
+        served: &ServedGenerator,
+        count: usize,
+        pieces: Vec<Piece>,
+        usage: Usage,
+    ) -> Value {
+        let mut collected: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
         for piece in pieces {
-            let Some(text) = texts.get_mut(piece.choice) else { continue };
+            let Some(text) = collected.get_mut(piece.choice) else { continue };
             text.text.push_str(&piece.text);
             text.calls.extend(piece.calls);
             text.prompt.extend(piece.prompt);
@@ -348,30 +360,30 @@ impl<C: Choices> Form for C {
             text.finish = piece.finish.unwrap_or(text.finish);
         }
         let choice = |(choice, text): (usize, Whole)| Choices::whole(self, served, choice, text);
-        let choices = texts.into_iter().enumerate().map(choice).collect();
+        let choices = collected.into_iter().enumerate().map(choice).collect();
         let mut body = head.json(self.names()[1], choices);
         body["usage"] = usage.json();
         body
     }
 }
 
-/// An event without a name.
+/// An unnamed event.
 fn event(value: &Value) -> String {
     format!("data: {value}\n\n")
 }
 
-/// A text that is complete.
+/// A complete sequence.
 #[derive(Default)]
 pub(super) struct Whole {
     pub(super) text: String,
     pub(super) calls: Vec<crate::server::tools::ToolCall>,
-    /// Those of its prompt, where their log-probabilities are asked for.
-    pub(super) prompt: Vec<WrittenToken>,
-    pub(super) tokens: Vec<WrittenToken>,
+    /// Prompt tokens, if their log-probabilities were requested.
+    pub(super) prompt: Vec<OutputToken>,
+    pub(super) tokens: Vec<OutputToken>,
     pub(super) finish: &'static str,
 }
 
-/// Has the texts of `prompts` written, and answers in a form.
+/// Generates for `prompts` and answers in a form.
 pub(super) async fn answer(
     shared: Arc<Shared>,
     caller: Caller,
@@ -412,12 +424,12 @@ pub(super) async fn answer(
     Ok(json_response(StatusCode::OK, &form.whole(&head, served, count, pieces, usage)))
 }
 
-/// What all events of an answer have alike.
+/// Fields that all events of an answer share.
 pub(super) struct Head {
     pub(super) id: String,
     pub(super) created: u64,
     pub(super) model: String,
-    /// Whether a stream of chunks ends with its usage.
+    /// Whether a stream ends with its usage.
     pub(super) usage: bool,
 }
 
@@ -435,11 +447,11 @@ impl Head {
     }
 }
 
-/// Tokens that an answer took.
+/// Token usage of an answer.
 #[derive(Clone, Copy)]
 pub(super) struct Usage {
     pub(super) prompt: usize,
-    /// Of the prompt, those that the cache had.
+    /// Prompt tokens found in the KV cache.
     pub(super) cached: usize,
     pub(super) written: usize,
 }
@@ -462,21 +474,21 @@ fn streamed(
     shared: Arc<Shared>,
     caller: Caller,
     (head, prompt_tokens, taken): (Head, usize, Taken),
-    events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
+    events: Vec<mpsc::UnboundedReceiver<SequenceEvent>>,
     deadline: Instant,
     form: impl Form,
 ) -> Response {
     let (sender, mut receiver) = mpsc::channel::<Result<String, Infallible>>(EVENTS);
-    // Ends when the client is gone, and with it the texts.
+    // Ends with the client, which ends the sequences.
     tokio::spawn(async move {
-        // Whoever has gone needs nothing more.
+        // The client may be gone.
         let _ = stream(shared, caller, (head, prompt_tokens, taken), events, deadline, form, sender).await;
     });
     let body = Body::from_stream(futures_util::stream::poll_fn(move |context| receiver.poll_recv(context)));
     let mut response = body.into_response();
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // nginx would hold events back.
+    // Keeps nginx from buffering events.
     response.headers_mut().insert("x-accel-buffering", HeaderValue::from_static("no"));
     response.extensions_mut().insert(Streams);
     response
@@ -488,7 +500,7 @@ async fn stream(
     shared: Arc<Shared>,
     caller: Caller,
     (head, prompt_tokens, taken): (Head, usize, Taken),
-    events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
+    events: Vec<mpsc::UnboundedReceiver<SequenceEvent>>,
     deadline: Instant,
     mut form: impl Form,
     sender: Sender,
@@ -519,16 +531,16 @@ async fn stream(
     }
 }
 
-/// Tells the log of fields that are unknown here, and the answer's head by it.
+/// Reports unknown fields to the log, and with it to the response header.
 ///
 /// # Errors
-/// If there are any, and the server is strict.
-pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) -> Result<(), ApiError> {
+/// If there are any and the server is strict.
+pub(super) fn warn_unknown_fields(shared: &Shared, caller: &Record, fields: &Fields) -> Result<(), ApiError> {
     let unknown = Fields::unknown(fields);
     if shared.options.strict
         && let Some(field) = unknown.first()
     {
-        return Err(ApiError::param(field.clone(), format!("{field:?} is unknown here")));
+        return Err(ApiError::param(field.clone(), format!("{field:?} is unknown")));
     }
     if !unknown.is_empty() {
         caller.unknown(unknown);
@@ -536,10 +548,10 @@ pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) ->
     Ok(())
 }
 
-/// What is known of a prompt's tokens in vLLM's form: an object for each, by the tokens' ids, and
-/// null for the first.
-pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
-    let one = |known: &WrittenToken| {
+/// Prompt log-probabilities in vLLM's form: one object per token, keyed by token id; null for the
+/// first.
+pub(super) fn prompt_logprobs(served: &ServedGenerator, tokens: &[OutputToken]) -> Value {
+    let one = |known: &OutputToken| {
         let Some(own) = known.log_probability else { return Value::Null };
         let mut told = Map::new();
         let mut tell = |token: u32, logprob: f32, rank: Option<usize>| {
@@ -548,7 +560,7 @@ pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) ->
             told.insert(token.to_string(), told_one);
         };
         tell(known.token, own, None);
-        for (at, (token, logprob)) in known.likeliest.iter().enumerate() {
+        for (at, (token, logprob)) in known.top_logprobs.iter().enumerate() {
             tell(*token, *logprob, Some(at + 1));
         }
         Value::Object(told)
@@ -560,28 +572,26 @@ pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) ->
     all.into()
 }
 
-/// A token as text; bytes that are no character by themselves become U+FFFD, and special tokens
-/// their names.
-pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
+/// A token as text. Incomplete characters become U+FFFD, special tokens their names.
+pub(super) fn spelled(served: &ServedGenerator, token: u32) -> String {
     String::from_utf8_lossy(&served.bytes_of(token)).into_owned()
 }
 
-/// Makes tokens on a thread where that may take its time.
-pub(super) async fn apart<T: Send + 'static>(
+/// Runs slow work such as tokenization on a blocking thread.
+pub(super) async fn run_blocking<T: Send + 'static>(
     shared: &Arc<Shared>,
-    work: impl FnOnce(&Shared, &ServedWriter) -> Result<T, ApiError> + Send + 'static,
+    work: impl FnOnce(&Shared, &ServedGenerator) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let shared = Arc::clone(shared);
     let done = tokio::task::spawn_blocking(move || work(&shared, writer(&shared)?)).await;
     done.unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))
 }
 
-/// That a text is not longer than a model reads, before tokens are made of it.
+/// Checks that a text is not too long before it is tokenized.
 pub(super) fn bounded(field: &str, text: &str, context: usize, longest_token: usize) -> Result<(), ApiError> {
     let most = context.saturating_mul(longest_token.max(1));
     if text.len() > most {
-        let message =
-            format!("{field} has {} bytes, and more tokens than the {context} that there is room for", text.len());
+        let message = format!("{field} has {} bytes, which is more than {context} tokens", text.len());
         return Err(ApiError::param(field, message).with_code("context_length_exceeded"));
     }
     Ok(())

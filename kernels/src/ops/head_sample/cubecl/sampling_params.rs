@@ -1,4 +1,4 @@
-//! What draws are made by, on the device.
+//! Sampling parameters on the device.
 
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
@@ -8,15 +8,15 @@ use crate::cubecl::contiguous;
 use crate::ops::head_sample::{SampledRows, TokenCounts};
 use crate::tensor::{float, primitive};
 
-/// How rows draw, on the device, without gaps.
-pub(crate) struct Ways<R: CubeRuntime> {
+/// Contiguous sampling parameters of rows, on the device.
+pub(crate) struct SamplingParams<R: CubeRuntime> {
     pub(super) members: CubeTensor<R>,
     pub(crate) streams: CubeTensor<R>,
     pub(crate) lines: CubeTensor<R>,
     pub(crate) numbers: CubeTensor<R>,
 }
 
-impl<R: CubeRuntime> Ways<R> {
+impl<R: CubeRuntime> SamplingParams<R> {
     pub(crate) fn new<F, I, BT>(rows: &SampledRows<CubeBackend<R, F, I, BT>>) -> Self
     where
         F: FloatElement,
@@ -29,8 +29,8 @@ impl<R: CubeRuntime> Ways<R> {
     }
 }
 
-/// Counts of prompts, of the tokens behind them, and biases, without gaps. Those behind are counted where they lie, unless something else
-/// holds them or there are gaps between rows.
+/// Contiguous counts of prompts and of generated tokens, and biases. The counts of generated tokens
+/// are updated in place, unless they are shared or have padded rows.
 pub(crate) fn own_counts<R, F, I, BT>(counts: &mut TokenCounts<CubeBackend<R, F, I, BT>>) -> [CubeTensor<R>; 3]
 where
     R: CubeRuntime,

@@ -1,6 +1,7 @@
-//! Many texts at once by the scheduler: requests with settings of their own come while others are written, and one is cancelled.
+//! Continuous batching: requests with their own settings join while others decode, and one is
+//! cancelled.
 //!
-//! `cargo run --release --example many_texts MODEL`, a folder with a language model.
+//! `cargo run --release --example continuous_batching MODEL`, a folder with a language model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,8 +15,9 @@ use fireclay_kernels::Sampling;
 type B = burn::backend::NdArray;
 
 fn main() -> Result<(), Failure> {
-    let folder =
-        std::env::args().nth(1).ok_or_else(|| Failure::usage("many_texts MODEL: a folder with a language model"))?;
+    let folder = std::env::args()
+        .nth(1)
+        .ok_or_else(|| Failure::usage("continuous_batching MODEL: a folder with a language model"))?;
     let generator = Generator::<B>::open(Path::new(&folder), Precision::F32, Default::default())?;
     let tokenizer = generator.tokenizer();
     let options = SchedulerOptions { rows: 8, step_tokens: 256, cache_tokens: 4096 };
@@ -23,14 +25,14 @@ fn main() -> Result<(), Failure> {
 
     let prompts = ["There", "There was", "There was once", "There was once a", "There was once a"];
     let mut coming = prompts.iter().enumerate();
-    let mut texts = BTreeMap::new();
+    let mut outputs = BTreeMap::new();
     loop {
-        // A new request at each step, until there are no more.
+        // A new request at each step, until all are added.
         if let Some((number, prompt)) = coming.next() {
             let sampling = Sampling::greedy().with_temperature(0.3 * number as f64).with_seed(7, number as u64);
             let request = Request { sampling, ..Request::new(tokenizer.encode_prompt(prompt)?, 24) };
             let id = scheduler.add(request)?;
-            texts.insert(id, (*prompt, tokenizer.stream(), String::new()));
+            outputs.insert(id, (*prompt, tokenizer.stream(), String::new()));
             if number == 2 {
                 scheduler.cancel(id);
             }
@@ -39,13 +41,13 @@ fn main() -> Result<(), Failure> {
         }
         scheduler.step(generator.model())?;
         for written in scheduler.take() {
-            let Some((_, stream, text)) = texts.get_mut(&written.id) else { continue };
+            let Some((_, stream, text)) = outputs.get_mut(&written.id) else { continue };
             for token in &written.tokens {
                 text.push_str(&stream.push(token.token)?);
             }
         }
     }
-    for (prompt, _, text) in texts.into_values() {
+    for (prompt, _, text) in outputs.into_values() {
         println!("{prompt}|{text}");
     }
     Ok(())

@@ -1,0 +1,161 @@
+//! What the kernels compute with: vectors of sixteen lanes, a row of a tile in each.
+
+/// The instructions of a processor. Floats are multiplied and added in two steps where integers are summed, so that every
+/// processor has the same results bit for bit; sums of floats are as exact as its instructions are.
+///
+/// # Safety
+/// Of all methods: the processor has the instructions, and pointers lead to as much as is read or written, however it is
+/// aligned.
+pub(super) trait Lanes: Copy {
+    /// Four bytes in each lane.
+    type Bytes: Copy;
+    /// An i32 in each lane.
+    type Ints: Copy;
+    /// An f32 in each lane.
+    type Floats: Copy;
+
+    /// Rows of inputs that are worked on together.
+    const ROWS: usize;
+
+    /// 64 bytes.
+    unsafe fn bytes(self, at: *const u8) -> Self::Bytes;
+    /// The bits of each byte that a mask has.
+    unsafe fn and(self, a: Self::Bytes, mask: u8) -> Self::Bytes;
+    /// Each byte with the bits of a mask turned over.
+    unsafe fn xor(self, a: Self::Bytes, mask: u8) -> Self::Bytes;
+    /// The bits that either has.
+    unsafe fn or(self, a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// Pairs of bytes, as one number, shifted down: the upper bits of the lower byte come from the upper one.
+    unsafe fn shifted_down(self, a: Self::Bytes, bits: u32) -> Self::Bytes;
+    /// Pairs of bytes shifted up.
+    unsafe fn shifted_up(self, a: Self::Bytes, bits: u32) -> Self::Bytes;
+    /// `sum` and the products of each lane's unsigned bytes with the same four signed ones, which are none of them -128.
+    unsafe fn dot(self, sum: Self::Ints, bytes: Self::Bytes, four: i32) -> Self::Ints;
+
+    /// The same number in each lane.
+    unsafe fn ints(self, value: i32) -> Self::Ints;
+    /// 16 bytes, one in each lane.
+    unsafe fn unsigned(self, at: *const u8) -> Self::Ints;
+    /// 16 signed bytes.
+    unsafe fn signed(self, at: *const u8) -> Self::Ints;
+    /// As floats.
+    unsafe fn converted(self, a: Self::Ints) -> Self::Floats;
+
+    /// The same number in each lane.
+    unsafe fn floats(self, value: f32) -> Self::Floats;
+    /// 16 numbers of f16.
+    unsafe fn halves(self, at: *const u8) -> Self::Floats;
+    /// 16 numbers of bf16.
+    unsafe fn brains(self, at: *const u8) -> Self::Floats;
+    /// Sums.
+    unsafe fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Differences.
+    unsafe fn sub(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Products.
+    unsafe fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a * b + c`, rounded once where the processor does that.
+    unsafe fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Writes 16 numbers.
+    unsafe fn store(self, a: Self::Floats, at: *mut f32);
+}
+
+/// Arrays, of which the compiler makes vectors as it can: for any processor.
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+type Array<T> = [T; 16];
+
+impl Lanes for Portable {
+    type Bytes = [u8; 64];
+    type Ints = Array<i32>;
+    type Floats = Array<f32>;
+
+    const ROWS: usize = 4;
+
+    #[inline(always)]
+    unsafe fn bytes(self, at: *const u8) -> Self::Bytes {
+        // SAFETY: the caller's.
+        unsafe { at.cast::<[u8; 64]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn and(self, a: Self::Bytes, mask: u8) -> Self::Bytes {
+        a.map(|a| a & mask)
+    }
+    #[inline(always)]
+    unsafe fn xor(self, a: Self::Bytes, mask: u8) -> Self::Bytes {
+        a.map(|a| a ^ mask)
+    }
+    #[inline(always)]
+    unsafe fn or(self, a: Self::Bytes, b: Self::Bytes) -> Self::Bytes {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    unsafe fn shifted_down(self, a: Self::Bytes, bits: u32) -> Self::Bytes {
+        std::array::from_fn(|i| (u16::from_le_bytes([a[i & !1], a[i | 1]]) >> bits).to_le_bytes()[i & 1])
+    }
+    #[inline(always)]
+    unsafe fn shifted_up(self, a: Self::Bytes, bits: u32) -> Self::Bytes {
+        std::array::from_fn(|i| (u16::from_le_bytes([a[i & !1], a[i | 1]]) << bits).to_le_bytes()[i & 1])
+    }
+    #[inline(always)]
+    unsafe fn dot(self, sum: Self::Ints, bytes: Self::Bytes, four: i32) -> Self::Ints {
+        let four = four.to_le_bytes().map(|byte| i32::from(byte as i8));
+        std::array::from_fn(|lane| {
+            let own = &bytes[4 * lane..][..4];
+            sum[lane] + (0..4).map(|i| i32::from(own[i]) * four[i]).sum::<i32>()
+        })
+    }
+    #[inline(always)]
+    unsafe fn ints(self, value: i32) -> Self::Ints {
+        [value; 16]
+    }
+    #[inline(always)]
+    unsafe fn unsigned(self, at: *const u8) -> Self::Ints {
+        // SAFETY: the caller's.
+        unsafe { at.cast::<[u8; 16]>().read_unaligned() }.map(i32::from)
+    }
+    #[inline(always)]
+    unsafe fn signed(self, at: *const u8) -> Self::Ints {
+        // SAFETY: the caller's.
+        unsafe { at.cast::<[i8; 16]>().read_unaligned() }.map(i32::from)
+    }
+    #[inline(always)]
+    unsafe fn converted(self, a: Self::Ints) -> Self::Floats {
+        a.map(|a| a as f32)
+    }
+    #[inline(always)]
+    unsafe fn floats(self, value: f32) -> Self::Floats {
+        [value; 16]
+    }
+    #[inline(always)]
+    unsafe fn halves(self, at: *const u8) -> Self::Floats {
+        // SAFETY: the caller's.
+        unsafe { at.cast::<[u16; 16]>().read_unaligned() }.map(|bits| half::f16::from_bits(bits).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn brains(self, at: *const u8) -> Self::Floats {
+        // SAFETY: the caller's.
+        unsafe { at.cast::<[u16; 16]>().read_unaligned() }.map(|bits| f32::from_bits(u32::from(bits) << 16))
+    }
+    #[inline(always)]
+    unsafe fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn sub(self, a: Self::Floats, b: Self::Floats) -> Self::Floats {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    unsafe fn store(self, a: Self::Floats, at: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { at.cast::<Array<f32>>().write_unaligned(a) }
+    }
+}

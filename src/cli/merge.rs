@@ -1,0 +1,58 @@
+//! `fireclay merge`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use fireclay::Failure;
+use fireclay::backend::{OnBackend, RunContext};
+use fireclay::model_folder::{ModelSource, merge as merge_into};
+use fireclay::stdout;
+use fireclay_kernels::Backend;
+use serde_json::json;
+
+use super::arguments::{RunArgs, fetched_source};
+
+#[derive(Args)]
+pub(super) struct MergeArgs {
+    /// The model that the adapter is for: its folder, or its name on the hub, OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
+    model: PathBuf,
+    /// The adapter's folder, as PEFT or a run with adapter=lora writes it
+    #[arg(long, value_name = "DIR")]
+    adapter: PathBuf,
+    /// Folder for the merged model
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+/// A merge on any backend: none computes anything, and names the tensors alone.
+struct Merge<'a> {
+    source: ModelSource,
+    out: &'a Path,
+}
+
+impl OnBackend for Merge<'_> {
+    type Output = ();
+
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
+        merge_into::<B>(&self.source, self.out, &device)
+    }
+}
+
+pub(super) fn merge(mut args: MergeArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    args.run.without_recipe("merge")?;
+    let backend = args.run.backend();
+    let source = fetched_source(&args.model, Some(&args.adapter), backend)?;
+    backend.run(Merge { source, out: &args.out })?;
+    let out = args.out.display().to_string();
+    if args.run.json {
+        stdout::line(json!({ "event": "done", "out": out }));
+    } else {
+        eprintln!("merged into {out}; try it: fireclay generate --model {out} --prompt \"...\"");
+    }
+    Ok(ExitCode::SUCCESS)
+}

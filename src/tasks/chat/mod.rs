@@ -1,0 +1,268 @@
+//! Supervised fine-tuning on conversations: the model learns to write what the assistant says.
+
+mod folder;
+mod mask;
+mod packing;
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use burn::tensor::Tensor;
+use fireclay_datasets::conversations::{Conversation, Conversations, Layout};
+use fireclay_datasets::{BatchKey, TokenBatch, Tokenizer};
+use fireclay_kernels::{Backend, Collective, HeadLossOptions, RandomKey, Rank, all_reduce};
+use fireclay_model::{Transformer, TransformerConfig};
+use rayon::prelude::*;
+
+use self::folder::ChatFolder;
+pub use self::mask::{Example, Masker};
+use self::packing::{Rows, positions, shuffled};
+use super::language;
+use crate::device_read::read_scalars;
+use crate::failure::Failure;
+use crate::recipe::schema::{Recipe, TrainingRecipe};
+
+/// Conversations, rendered by the model's chat template.
+pub struct Chat {
+    folder: ChatFolder,
+    /// What is learned from, in rows.
+    train: Packed,
+    /// What is held out, in rows.
+    valid: Packed,
+    report: Report,
+}
+
+/// Examples in rows.
+struct Packed {
+    examples: Vec<Example>,
+    rows: Rows,
+    seq_length: usize,
+}
+
+/// What became of the conversations.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Report {
+    /// How the records are laid out.
+    pub layout: Option<Layout>,
+    /// Conversations that were read.
+    pub conversations: usize,
+    /// Examples that they became: more where a template renders earlier turns differently.
+    pub examples: usize,
+    /// Examples whose end was cut off, as they are longer than a row.
+    pub cut: usize,
+    /// Conversations without a supervised token within a row's length.
+    pub dropped: usize,
+    /// Tokens that the model reads.
+    pub tokens: usize,
+    /// Tokens that it learns to write.
+    pub supervised: usize,
+}
+
+impl Chat {
+    /// The conversations of `recipe`, by the tokenizer and the chat template of the model to begin from.
+    pub(super) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
+        let Some(model) = model else {
+            return Err(Failure::usage("fine-tuning on conversations needs a model to begin from: --init MODEL"));
+        };
+        Self::of(recipe, ChatFolder::begin(model, recipe.chat_template())?)
+    }
+
+    /// The same by what the checkpoint `folder` has.
+    pub(super) fn resume(recipe: &Recipe, folder: &Path) -> Result<Self, Failure> {
+        Self::of(recipe, ChatFolder::open(folder)?)
+    }
+
+    fn of(recipe: &Recipe, mut folder: ChatFolder) -> Result<Self, Failure> {
+        if !recipe.data.corpora.is_empty() {
+            return Err(Failure::usage("data.corpora: conversations are read from one file or folder, --data PATH"));
+        }
+        let source = &recipe.data.source;
+        if source.is_empty() {
+            return Err(recipe.lacks_data("conversations"));
+        }
+        let read = Conversations::read(Path::new(source))?;
+        let (seq_length, about) =
+            (recipe.training.seq_length, |number: usize| format!("{source}: record {}", number + 1));
+        let mut report = Report { layout: Some(read.layout), conversations: read.all.len(), ..Report::default() };
+        let masker = Masker::new(&folder.template, &folder.tokenizer)?;
+        let examples = |(number, conversation): (usize, &Conversation)| {
+            masker.examples(conversation).map_err(|failure| failure.about(&about(number)))
+        };
+        let all: Vec<Vec<Example>> = read.all.par_iter().enumerate().map(examples).collect::<Result<_, _>>()?;
+        let control: HashSet<u32> = (all.iter().flatten())
+            .flat_map(|example| example.tokens.iter().copied())
+            .filter(|token| masker.is_control(*token))
+            .collect();
+        let (mut train, mut valid) = (Vec::new(), Vec::new());
+        let held_out = held_out(all.len(), recipe.data.holdout, recipe.training.seed);
+        for (of_one, held_out) in all.into_iter().zip(held_out) {
+            let before = report.examples;
+            for mut example in of_one {
+                if positions(&example) > seq_length {
+                    example.tokens.truncate(seq_length + 1);
+                    example.supervised.truncate(seq_length + 1);
+                    report.cut += 1;
+                }
+                // The first token of a sequence is not predicted.
+                let supervised = example.supervised.iter().skip(1).filter(|supervised| **supervised).count();
+                if supervised == 0 {
+                    continue;
+                }
+                report.examples += 1;
+                report.tokens += positions(&example);
+                report.supervised += supervised;
+                if held_out { &mut valid } else { &mut train }.push(example);
+            }
+            report.dropped += usize::from(report.examples == before);
+        }
+        if train.is_empty() || valid.is_empty() {
+            return Err(Failure::new(format!("{source}: {}", nothing_left(&report, &folder, seq_length))));
+        }
+        let pack = |examples| Packed::new(examples, seq_length, recipe.data.packing);
+        folder.learn_ends(&train, |token| control.contains(&token));
+        Ok(Self { folder, train: pack(train), valid: pack(valid), report })
+    }
+
+    /// How text becomes tokens.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.folder.tokenizer
+    }
+
+    /// What became of the conversations.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// For each token the one of the model that a run begins from whose embedding it takes, where there are new tokens.
+    pub(super) fn initial_rows(&self) -> Option<&[Option<u32>]> {
+        self.folder.rows.as_deref()
+    }
+
+    /// The rows of a step: each row once an epoch, in an order that the seed and the epoch decide.
+    pub(super) fn batch(&self, key: BatchKey, rows: usize) -> TokenBatch {
+        let count = self.train.rows.len() as u64;
+        let mut order: (u64, Vec<usize>) = (u64::MAX, Vec::new());
+        let chosen: Vec<usize> = (0..rows as u64)
+            .map(|row| {
+                let row = key.step * rows as u64 + row;
+                let epoch = row / count;
+                if order.0 != epoch {
+                    order = (epoch, shuffled(count as usize, key.seed, epoch));
+                }
+                order.1[(row % count) as usize]
+            })
+            .collect();
+        self.train.batch(&chosen)
+    }
+
+    /// Mean loss of held-out examples' supervised tokens, of about `tokens` positions, in nats; one read from the device.
+    pub(super) fn validate<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        batch_size: usize,
+        tokens: usize,
+        device: &B::Device,
+        collective: &Collective,
+    ) -> Result<f64, Failure> {
+        let Rank { rank, ranks } = collective.rank();
+        let rows: Vec<usize> = (0..self.valid.rows.len()).take(tokens.div_ceil(self.valid.seq_length).max(1)).collect();
+        let batches: Vec<TokenBatch> = rows.chunks(batch_size).map(|rows| self.valid.batch(rows)).collect();
+        let total: usize = batches.iter().map(TokenBatch::target_count).sum();
+        let mut sum = Tensor::<B, 1>::zeros([1], device);
+        for batch in batches.iter().skip(rank).step_by(ranks) {
+            let share = batch.target_count() as f64 / total.max(1) as f64;
+            sum = sum + language::loss(model, batch, HeadLossOptions::new().with_weight(share), device);
+        }
+        Ok(read_scalars(all_reduce(vec![sum], collective))?[0])
+    }
+
+    pub(super) fn checksum(&self) -> Result<String, Failure> {
+        Ok(self.folder.tokenizer.sha256()?)
+    }
+
+    /// What is trained on, and how much of it is supervised.
+    pub(super) fn describe(&self, _config: &TransformerConfig, training: &TrainingRecipe) -> String {
+        let Report { layout, conversations, examples, cut, dropped, tokens, supervised } = &self.report;
+        let layout = layout.map_or_else(String::new, |layout| format!("{layout}: "));
+        let share = 100.0 * *supervised as f64 / (*tokens).max(1) as f64;
+        let (steps, rows) = (training.steps, training.batch_size * training.accumulation);
+        let (packed, epochs) =
+            (self.train.rows.len(), (steps as f64 * rows as f64) / self.train.rows.len().max(1) as f64);
+        let mut lost = String::new();
+        if *cut > 0 {
+            lost += &format!(", {cut} cut at {} tokens", training.seq_length);
+        }
+        if *dropped > 0 {
+            lost += &format!(", {dropped} dropped as nothing in them is supervised");
+        }
+        format!(
+            "{layout}{conversations} conversations, {examples} examples{lost}; {share:.1}% of {tokens} tokens are supervised; {packed} rows, \
+             {steps} steps of {rows} ({epochs:.1} epochs)"
+        )
+    }
+
+    /// The first example as the model reads it, with what is supervised within marks: in colour, or in double brackets.
+    pub(crate) fn preview(&self, colour: bool) -> Result<String, Failure> {
+        let Some(Example { tokens, supervised }) = self.train.examples.first() else { return Ok(String::new()) };
+        let (begin, end) = if colour { ("\x1b[32m", "\x1b[0m") } else { ("[[", "]]") };
+        let mut shown = String::new();
+        let mut at = 0;
+        while at < tokens.len() {
+            let run = supervised[at..].iter().take_while(|flag| **flag == supervised[at]).count();
+            let text = self.folder.tokenizer.decode_with_control(&tokens[at..at + run])?;
+            shown += &if supervised[at] { format!("{begin}{text}{end}") } else { text };
+            at += run;
+        }
+        Ok(shown)
+    }
+
+    pub(super) fn save(&self, folder: &Path) -> Result<(), Failure> {
+        self.folder.save(folder)
+    }
+}
+
+impl Packed {
+    fn new(examples: Vec<Example>, seq_length: usize, packing: bool) -> Self {
+        let lengths: Vec<usize> = examples.iter().map(positions).collect();
+        let rows = if packing { Rows::packed(&lengths, seq_length) } else { Rows::apart(lengths.len()) };
+        Self { examples, rows, seq_length }
+    }
+
+    fn batch(&self, rows: &[usize]) -> TokenBatch {
+        self.rows.batch(rows, &self.examples, self.seq_length)
+    }
+}
+
+/// Which of `count` conversations are held out: about the share `holdout`, and of two or more at least one.
+fn held_out(count: usize, holdout: f64, seed: u64) -> Vec<bool> {
+    let wanted = ((count as f64 * holdout).round() as usize).clamp(1, count.saturating_sub(1).max(1));
+    let key = RandomKey::new(seed).fold(0x686f_6c64);
+    let mut order: Vec<usize> = (0..count).collect();
+    order.sort_by_key(|number| key.bits(*number as u32, 0));
+    let mut held_out = vec![false; count];
+    for number in order.into_iter().take(wanted) {
+        held_out[number] = true;
+    }
+    held_out
+}
+
+/// Why nothing is left to learn from, or to hold out.
+fn nothing_left(report: &Report, folder: &ChatFolder, seq_length: usize) -> String {
+    let Report { conversations, dropped, cut, .. } = report;
+    if dropped < conversations {
+        return format!(
+            "{} conversations are left: at least two are needed, one of them to hold out",
+            conversations - dropped
+        );
+    }
+    if *cut > 0 {
+        return format!(
+            "no conversation has a supervised token within seq_length={seq_length} tokens: --set seq_length=N"
+        );
+    }
+    let part = match folder.template.marks_generations() {
+        true => "what it marks with {% generation %} is empty",
+        false => "no message has the role 'assistant', or all of these have the weight 0",
+    };
+    format!("no token of any conversation is supervised: by the chat template {part}")
+}
