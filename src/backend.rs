@@ -1,5 +1,6 @@
 //! Backends by name, and their devices: the only file that knows which backends are built in.
 
+use burn::tensor::backend::DeviceOps;
 use clap::ValueEnum;
 use fireclay_kernels::devices::{self, DeviceInfo};
 use fireclay_kernels::{Backend, Rank, use_wait_seconds};
@@ -122,6 +123,21 @@ impl BackendName {
         self.found()?.run(work)
     }
 
+    /// Runs the part of `work` that `rank` has, on the device of the process `local` of this machine.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_as<W: OnBackend<Output: Send> + Send>(
+        self,
+        rank: Rank,
+        local: usize,
+        work: W,
+    ) -> Result<W::Output, Failure> {
+        // A launcher may show each process its own device alone.
+        let number = local % self.devices()?.len().max(1);
+        self.found()?.run_as((rank, number), work)
+    }
+
     /// Finds the devices and configures the process, for work in several pieces.
     ///
     /// # Errors
@@ -173,13 +189,19 @@ impl FoundBackend {
     /// # Errors
     /// If the work fails.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
+        self.run_as((Rank::ONLY, 0), work)
+    }
+
+    /// Runs the part of `work` that a rank has, on the device of a number; only CUDA has several.
+    fn run_as<W: OnBackend<Output: Send> + Send>(self, place: (Rank, usize), work: W) -> Result<W::Output, Failure> {
+        let first = (place.0, 0);
         match self.0 {
             #[cfg(feature = "ndarray")]
-            BackendName::Cpu => self.enter(|| run_on::<burn::backend::NdArray, W>(work)),
+            BackendName::Cpu => self.enter(|| run_on::<burn::backend::NdArray, W>(first, work)),
             #[cfg(feature = "wgpu")]
-            BackendName::Wgpu | BackendName::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
+            BackendName::Wgpu | BackendName::Vulkan => run_on::<burn::backend::Wgpu, W>(first, work),
             #[cfg(feature = "cuda")]
-            BackendName::Cuda => run_on::<burn::backend::Cuda, W>(work),
+            BackendName::Cuda => run_on::<burn::backend::Cuda, W>(place, work),
             #[allow(unreachable_patterns)]
             other => Err(Failure::new(format!("backend {} is not built into this binary", other.as_str()))),
         }
@@ -205,12 +227,17 @@ fn wait_as_asked() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Runs the work on the default device and waits for the device, even after an error: a driver
+/// Runs the work on the device of an index and waits for the device, even after an error: a driver
 /// unloaded while it works may crash the process and lose its exit code.
 #[cfg(any(feature = "ndarray", feature = "wgpu", feature = "cuda"))]
-fn run_on<B: Backend, W: OnBackend>(work: W) -> Result<W::Output, Failure> {
-    let device = B::Device::default();
-    let result = work.run::<B>(RunContext::only(device.clone()));
+fn run_on<B: Backend, W: OnBackend>((rank, number): (Rank, usize), work: W) -> Result<W::Output, Failure> {
+    let mut device = B::Device::default();
+    if number > 0 {
+        let mut id = device.id();
+        id.index_id = number as _;
+        device = <B::Device as burn::tensor::backend::Device>::from_id(id);
+    }
+    let result = work.run::<B>(RunContext { device: device.clone(), rank });
     let synced = B::sync(&device);
     let output = result?;
     synced.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;

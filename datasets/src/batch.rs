@@ -1,5 +1,7 @@
 //! Batches of token rows and their next tokens.
 
+use std::ops::Range;
+
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -128,18 +130,23 @@ impl TokenBatch {
 
     /// The same rows in `parts` batches of equal size, or fewer if there are fewer rows.
     pub fn split(self, parts: usize) -> Vec<Self> {
-        let rows = self.batch_size().div_ceil(parts.max(1)).max(1) * self.seq_length;
-        let part = |begin: usize| {
-            let range = begin..self.inputs.len().min(begin + rows);
-            Self {
-                inputs: self.inputs[range.clone()].to_vec(),
-                targets: self.targets[range.clone()].to_vec(),
-                end: self.end,
-                starts: self.starts.as_ref().map(|starts| starts[range].to_vec()),
-                seq_length: self.seq_length,
-            }
-        };
-        (0..self.inputs.len()).step_by(rows).map(part).collect()
+        let (all, rows) = (self.batch_size(), self.batch_size().div_ceil(parts.max(1)).max(1));
+        (0..all).step_by(rows).map(|begin| self.rows(begin..all.min(begin + rows))).collect()
+    }
+
+    /// Some of its rows.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn rows(&self, rows: Range<usize>) -> Self {
+        let range = rows.start * self.seq_length..rows.end * self.seq_length;
+        Self {
+            inputs: self.inputs[range.clone()].to_vec(),
+            targets: self.targets[range.clone()].to_vec(),
+            end: self.end,
+            starts: self.starts.as_ref().map(|starts| starts[range].to_vec()),
+            seq_length: self.seq_length,
+        }
     }
 
     /// Uploads the batch in one transfer.

@@ -26,22 +26,12 @@ pub struct BatchKey {
     pub seed: u64,
     /// Counted from zero.
     pub step: u64,
-    /// The rank, one of `ranks`; each has its own rows of the step.
-    pub rank: u64,
-    /// Number of ranks.
-    pub ranks: u64,
 }
 
 impl BatchKey {
-    /// All rows of a step.
+    /// Of a step.
     pub fn new(seed: u64, step: u64) -> Self {
-        Self { seed, step, rank: 0, ranks: 1 }
-    }
-
-    /// The indices of this rank's rows in its step.
-    pub fn rows(self, batch_size: usize) -> std::ops::Range<u64> {
-        let first = self.rank * batch_size as u64;
-        first..first + batch_size as u64
+        Self { seed, step }
     }
 }
 
@@ -201,7 +191,7 @@ impl TextCorpus {
 
     fn batch(&self, key: BatchKey, batch_size: usize) -> Result<TokenBatch, DataError> {
         let mut batch = self.empty();
-        for row in key.rows(batch_size) {
+        for row in 0..batch_size as u64 {
             let mut generator = Generator::new(key.seed, key.step, row);
             let part = match self.parts.as_slice() {
                 [only] => only,
@@ -295,8 +285,8 @@ impl StoryCorpus {
 
     fn rows(&self, split: Split, key: BatchKey, batch_size: usize) -> TokenBatch {
         let mut batch = TokenBatch::empty(self.seq_length);
-        for row in key.rows(batch_size) {
-            let first = (key.step * key.ranks * batch_size as u64 + row) * self.seq_length as u64;
+        for row in 0..batch_size as u64 {
+            let first = (key.step * batch_size as u64 + row) * self.seq_length as u64;
             let first = if split == Split::Valid { first + HELD_OUT } else { first };
             let mut tokens = vec![self.line_break];
             for index in first.. {
@@ -352,13 +342,15 @@ mod tests {
     }
 
     #[test]
-    fn the_ranks_of_a_step_share_its_rows() {
+    fn parts_of_a_batch_are_its_rows_in_their_order() {
         let tokens = Corpus::Text(TextCorpus::new((0..5000).collect(), 8, 0.1).expect("long enough"));
         for corpus in [tokens, Corpus::Stories(StoryCorpus::new(64))] {
             let whole = corpus.batch(BatchKey::new(1, 7), 6).expect("in memory");
-            let of_rank = |rank| corpus.batch(BatchKey { seed: 1, step: 7, rank, ranks: 3 }, 2).expect("in memory");
-            let shared: Vec<i32> = (0..3).flat_map(|rank| of_rank(rank).inputs().to_vec()).collect();
-            assert_eq!(shared, whole.inputs());
+            let parts = [0..1, 1..4, 4..6].map(|rows| whole.rows(rows));
+            let together: Vec<i32> = parts.iter().flat_map(|part| part.inputs().to_vec()).collect();
+            assert_eq!(together, whole.inputs());
+            let counts = parts.iter().map(TokenBatch::target_count);
+            assert_eq!(counts.sum::<usize>(), whole.target_count());
         }
     }
 

@@ -73,6 +73,14 @@ impl PieceTokenizer {
         self.tokenizer.save(path)
     }
 
+    /// The checksum of what [`save`](Self::save) writes, as far as it makes pieces.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot be written.
+    pub fn sha256(&self) -> Result<String, DataError> {
+        self.tokenizer.sha256()
+    }
+
     fn new(tokenizer: Tokenizer) -> Result<Self, DataError> {
         let needed = |token: &str| {
             let lacking = || DataError::Tokenizer(format!("the tokenizer has no {token}"));

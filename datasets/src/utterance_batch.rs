@@ -82,16 +82,22 @@ impl UtteranceBatch {
 
     /// The same rows in `parts` batches of equal size, or fewer if there are fewer rows.
     pub fn split(self, parts: usize) -> Vec<Self> {
-        let rows = self.batch_size().div_ceil(parts.max(1)).max(1);
-        let cells = rows * self.seq_length;
-        let chunks = self.ids.chunks(cells).zip(self.targets.chunks(cells)).zip(self.lengths.chunks(rows));
-        let part = |((ids, targets), lengths): ((&[i32], &[i32]), &[i32])| Self {
-            ids: ids.to_vec(),
-            targets: targets.to_vec(),
-            lengths: lengths.to_vec(),
+        let (all, rows) = (self.batch_size(), self.batch_size().div_ceil(parts.max(1)).max(1));
+        (0..all).step_by(rows).map(|begin| self.rows(begin..all.min(begin + rows))).collect()
+    }
+
+    /// Some of its rows, as long as they are here.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn rows(&self, rows: Range<usize>) -> Self {
+        let cells = rows.start * self.seq_length..rows.end * self.seq_length;
+        Self {
+            ids: self.ids[cells.clone()].to_vec(),
+            targets: self.targets[cells].to_vec(),
+            lengths: self.lengths[rows].to_vec(),
             seq_length: self.seq_length,
-        };
-        chunks.map(part).collect()
+        }
     }
 
     /// Uploads the batch.
@@ -266,25 +272,22 @@ impl EncodedUtterances {
         self.rows.len().div_ceil(batch_size.max(1)).max(1) as u64
     }
 
-    /// The training batch of a step, with `batch_size` rows per rank: a pure function of `key`.
+    /// The training batch of a step, of `batch_size` rows: a pure function of `key`.
     ///
     /// In an epoch every utterance occurs once, batched by length; the last batch may be smaller.
     /// Augmentation is limited by the length of a row.
     pub fn batch(&self, key: BatchKey, batch_size: usize, variation: Variation) -> UtteranceBatch {
-        let BatchKey { seed, step, rank, ranks } = key;
-        let all_rows = batch_size * ranks as usize;
-        let steps = self.steps_per_epoch(all_rows);
-        let drawn_for = (seed, step / steps, all_rows);
+        let BatchKey { seed, step } = key;
+        let steps = self.steps_per_epoch(batch_size);
+        let drawn_for = (seed, step / steps, batch_size);
         let mut kept = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
         let epoch = match kept.take() {
             Some(epoch) if epoch.drawn_for == drawn_for => epoch,
-            _ => Epoch { drawn_for, batches: self.order(seed, step / steps, all_rows.max(1)) },
+            _ => Epoch { drawn_for, batches: self.order(seed, step / steps, batch_size.max(1)) },
         };
         let epoch = kept.insert(epoch);
         let rows = epoch.batches.get((step % steps) as usize).into_iter().flatten().enumerate();
         let rows: Vec<_> = rows
-            .skip(rank as usize * batch_size)
-            .take(batch_size)
             .map(|(row, index)| {
                 let mut rng = Generator::new(seed.wrapping_add(WITHIN_ROWS), step, row as u64);
                 self.varied(&self.rows[*index], &mut rng, variation)

@@ -60,7 +60,7 @@ pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
-pub use ops::collective::{Rank, all_reduce};
+pub use ops::collective::{Collective, HostExchange, Rank, all_gather, all_reduce, reduce_scatter};
 pub use ops::decode_step::{
     Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, MultiStep, Predicted, StepDraw, decode_step,
 };
@@ -78,7 +78,7 @@ pub use ops::head_sample::{
 pub use ops::kernels::{CudaSource, cuda_sources};
 pub use ops::linear::{LinearGradients, LinearOutput, Saved, Wanted, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
-pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
+pub use ops::optimizer::{AdamW, AdamWParameter, gradient_norm, optimizer_step, optimizer_step_of};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::share::{DeviceTensor, Place, Reader, SharedMemory, reclaim_shared};
@@ -136,7 +136,7 @@ pub mod operands {
     pub use crate::ops::activation::{ActivateBackward, ActivateForward};
     pub use crate::ops::attention::{AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward};
     pub use crate::ops::cached_attention::CachedAttention;
-    pub use crate::ops::collective::AllReduce;
+    pub use crate::ops::collective::Exchange;
     pub use crate::ops::decode_step::{DecodeBody, DecodePlanned, DecodeStep};
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
@@ -145,7 +145,7 @@ pub mod operands {
     pub use crate::ops::head_sample::{Draw, Logits};
     pub use crate::ops::linear::{LinearBackward, LinearForward};
     pub use crate::ops::norm::{NormBackward, NormForward};
-    pub use crate::ops::optimizer::OptimizerStep;
+    pub use crate::ops::optimizer::{GradientNorm, OptimizerStep};
     pub use crate::ops::rotary::{NextPositions, QkvRotaryForward, RotaryForward};
     pub use crate::ops::weight::{Dequantize, Rounded};
 }
@@ -159,7 +159,7 @@ pub mod reference {
         attention_backward, attention_forward, qkv_attention_backward, qkv_attention_forward,
     };
     pub use crate::ops::cached_attention::reference::cached_attention;
-    pub use crate::ops::collective::reference::all_reduce;
+    pub use crate::ops::collective::reference::{all_gather, all_reduce, reduce_scatter};
     pub use crate::ops::dropout::reference::dropout_forward;
     pub use crate::ops::embed::reference::{embed_backward, embed_forward};
     pub use crate::ops::feed_forward::reference::{feed_forward, feed_forward_backward, feed_forward_forward};
@@ -167,7 +167,7 @@ pub mod reference {
     pub use crate::ops::head_sample::reference::{draw, logits};
     pub use crate::ops::linear::reference::{linear_backward, linear_forward};
     pub use crate::ops::norm::reference::{norm_backward, norm_forward};
-    pub use crate::ops::optimizer::reference::optimizer_step;
+    pub use crate::ops::optimizer::reference::{gradient_norm, optimizer_step};
     pub use crate::ops::rotary::reference::{next_positions, qkv_rotary_forward, rotary_forward};
     pub use crate::ops::weight::reference::dequantize;
 }

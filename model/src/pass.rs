@@ -13,6 +13,10 @@ pub(crate) struct Pass<B: Backend> {
     pub(crate) seen: Vec<Seen<B>>,
     /// Probability and key of every dropout, in training.
     pub(crate) dropout: Option<(f64, RandomKey)>,
+    /// Tokens of the batch before the first of these, where others have them.
+    pub(crate) tokens_before: usize,
+    /// Heads of the attention, each of which has a row of weights for a token.
+    pub(crate) n_heads: usize,
 }
 
 /// The masks of the layers with one window.
@@ -35,7 +39,11 @@ impl<B: Backend> Pass<B> {
     /// The dropout of a site in layer `layer`, in training.
     pub(crate) fn dropout(&self, layer: usize, site: Site) -> Option<Dropout> {
         let (probability, key) = self.dropout?;
-        Some(Dropout { probability, key: key.fold(layer as u64 + 1).fold(site as u64) })
+        let before = match site {
+            Site::Attention => self.tokens_before * self.n_heads,
+            _ => self.tokens_before,
+        };
+        Some(Dropout { probability, key: key.fold(layer as u64 + 1).fold(site as u64).from_row(before) })
     }
 
     /// The mask of a layer with this window, without a cache.

@@ -59,6 +59,9 @@ pub struct Transformer<B: Backend> {
     int8_cache: bool,
     #[module(skip)]
     dropout_key: Option<RandomKey>,
+    /// Tokens of the batch that other ranks have, before those that this model is given.
+    #[module(skip)]
+    tokens_before: usize,
 }
 
 /// The input of a forward pass.
@@ -190,6 +193,7 @@ impl TransformerConfig {
             weights: Weights::new(),
             int8_cache: false,
             dropout_key: None,
+            tokens_before: 0,
         })
     }
 }
@@ -340,10 +344,16 @@ impl<B: Backend> Transformer<B> {
 
     /// Sets the key of this step's dropout masks, or disables dropout. It is disabled initially.
     pub fn set_dropout(&mut self, key: Option<RandomKey>) {
-        self.dropout_key = key;
+        self.set_dropout_from(key, 0);
+    }
+
+    /// The same for a part of a batch, before which there are `tokens_before` tokens, padding included: it drops what
+    /// the whole batch drops there.
+    pub fn set_dropout_from(&mut self, key: Option<RandomKey>, tokens_before: usize) {
+        (self.dropout_key, self.tokens_before) = (key, tokens_before);
         for (number, (_, linear)) in linears_of(&mut self.blocks).enumerate() {
             if let Some(adapter) = &mut linear.adapter {
-                adapter.set_dropout(key.map(|key| key.fold(0x6c6f_7261).fold(number as u64)));
+                adapter.set_dropout(key.map(|key| key.fold(0x6c6f_7261).fold(number as u64).from_row(tokens_before)));
             }
         }
     }
@@ -670,7 +680,7 @@ impl<B: Backend> Transformer<B> {
             x = norm(x, &weights.weights());
         }
         if let Some((probability, key)) = pass.dropout {
-            x = dropout(x, Dropout { probability, key });
+            x = dropout(x, Dropout { probability, key: key.from_row(pass.tokens_before) });
         }
         // From here on one row per token, as in all token-wise operations.
         reshape(x, [batch_size * seq_length, self.config.d_model])
@@ -719,6 +729,8 @@ impl<B: Backend> Transformer<B> {
             rotary,
             seen: self.config.windows().into_iter().map(seen).collect(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
+            tokens_before: self.tokens_before,
+            n_heads: self.config.n_heads,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Training throughput in tokens per second, and epochs of utterances.
 
 use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
-use fireclay_kernels::{Backend, Rank};
+use fireclay_kernels::Backend;
 
 use super::sizes::{TrainSize, trainer};
 use super::{BenchOptions, Measurement, seconds};
@@ -75,8 +75,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     let recipe = asked(recipe, options)?;
     let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
     let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
-    let batches =
-        (0..8).map(|step| task.batch(&recipe.training, step, Rank::ONLY)).collect::<Result<Vec<Batch>, _>>()?;
+    let batches = (0..8).map(|step| task.batch(&recipe.training, step)).collect::<Result<Vec<Batch>, _>>()?;
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
     let mut batches = batches.iter().cycle();
     let mut last = None;
@@ -156,7 +155,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     let recipe = changed(recipe, options)?;
     let task = Task::IntentSlot(random_utterances(recipe.training.seq_length)?);
     // Full batches only.
-    let batches = (0..8).map(|step| task.batch(&recipe.training, step, Rank::ONLY));
+    let batches = (0..8).map(|step| task.batch(&recipe.training, step));
     let mut batches = batches.collect::<Result<Vec<Batch>, _>>()?;
     let batch_size = recipe.training.batch_size;
     batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == batch_size));

@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
 
 use burn::train::Interrupter;
 use fireclay::Failure;
@@ -38,8 +39,14 @@ pub(super) fn exit_code(interrupt: &Interrupt) -> ExitCode {
 }
 
 /// The first signal asks the run to stop and save, the second ends the program.
-pub(super) fn stop_on_signals(interrupter: Interrupter) -> Result<(), Failure> {
+///
+/// Launchers send one to a process and to its group: what comes within `pause` of the first is the same.
+pub(super) fn stop_on_signals(interrupter: Interrupter, pause: Duration) -> Result<(), Failure> {
+    let mut first: Option<Instant> = None;
     on_signals(move || {
+        if first.get_or_insert_with(Instant::now).elapsed() < pause && interrupter.should_stop() {
+            return;
+        }
         if interrupter.should_stop() {
             leave_terminal();
             std::process::exit(code().into());
@@ -49,6 +56,11 @@ pub(super) fn stop_on_signals(interrupter: Interrupter) -> Result<(), Failure> {
             eprintln!("stopping after this step; press again to stop without saving");
         }
     })
+}
+
+/// Each signal is passed on by `pass`.
+pub(super) fn pass_signals_on(pass: impl Fn(i32) + Send + 'static) -> Result<(), Failure> {
+    on_signals(move || pass(SIGNAL.load(Ordering::Relaxed)))
 }
 
 /// Set by a signal. A second signal in a row ends the program, and with `term_ends` so does a first

@@ -3,6 +3,7 @@
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use burn::train::Interrupter;
 use clap::Args;
@@ -15,12 +16,13 @@ use fireclay::recipe::TaskName;
 use fireclay::recipe::{Recipe, RecipeRequest};
 use fireclay::runs::{Comparison, Run};
 use fireclay::stdout;
-use fireclay::training::{Outcome, TrainingRun, View};
+use fireclay::training::parallel::{Launch, Ranks, Start};
+use fireclay::training::{Follower, Outcome, TrainingRun, View, leave_terminal};
 use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 
 use super::arguments::{RunArgs, fetched_source};
-use super::signals::{signalled, stop_on_signals};
+use super::signals::{pass_signals_on, signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
@@ -67,6 +69,10 @@ pub(super) struct TrainArgs {
     /// Log to this Weights & Biases project, through its own Python client
     #[arg(long, value_name = "PROJECT")]
     wandb: Option<String>,
+    /// Train on this many GPUs of this machine, a process each; with --backend cpu in as many
+    /// processes. Launchers of several machines are understood as well: see docs/distributed.md
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..), visible_alias = "ranks")]
+    gpus: Option<u16>,
     #[command(flatten)]
     run: RunArgs,
     /// Data type of activations [default: the recipe's]
@@ -81,9 +87,88 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     let args = &args;
     let backend = args.run.backend();
-    backend.devices()?;
+    let devices = backend.devices()?.len();
+    let place = match Start::of(args.gpus.map(usize::from))? {
+        Start::Alone => None,
+        start => {
+            takes_ranks(args, backend, devices, &start)?;
+            match start {
+                Start::Launch { count, first, all, at } => return launch(Launch::begin(count, first, all, at)?),
+                Start::Rank(place) => Some(place),
+                Start::Alone => None,
+            }
+        }
+    };
     let interrupter = Interrupter::new();
-    stop_on_signals(interrupter.clone())?;
+    let Some(place) = place else {
+        stop_on_signals(interrupter.clone(), Duration::ZERO)?;
+        return train_here(args, backend, interrupter, Ranks::only());
+    };
+    if place.rank.rank == 0 {
+        stop_on_signals(interrupter.clone(), Duration::from_secs(1))?;
+    }
+    let stop = interrupter.clone();
+    let ranks = Ranks::join(&place, before_exit, move || stop.stop(Some("another rank asks for it")))?;
+    if place.rank.rank > 0 {
+        let asks = ranks.clone();
+        pass_signals_on(move |_| asks.ask_to_stop())?;
+        backend.run_as(place.rank, place.local, Follower::new(ranks))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let trained = train_here(args, backend, interrupter, ranks.clone());
+    if let Err(failure) = &trained {
+        // What failed before the others began.
+        ranks.failed(failure);
+    }
+    trained
+}
+
+fn before_exit() {
+    leave_terminal();
+}
+
+/// Refuses what several ranks cannot do.
+fn takes_ranks(args: &TrainArgs, backend: BackendName, devices: usize, start: &Start) -> Result<(), Failure> {
+    if matches!(backend, BackendName::Wgpu | BackendName::Vulkan) {
+        let name = backend.as_str();
+        return Err(Failure::usage(format!(
+            "several ranks: --backend {name} trains on one GPU; cuda and cpu take several"
+        )));
+    }
+    if args.seeds.is_some() || !args.sweep.is_empty() {
+        return Err(Failure::usage("--seeds and --sweep train one model after the other, and not with several ranks"));
+    }
+    match start {
+        Start::Launch { count, .. } if backend == BackendName::Cuda && *count > devices => {
+            Err(Failure::usage(format!("--gpus {count}: this machine has {devices}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Waits for the ranks that were started here.
+fn launch(launch: Launch) -> Result<ExitCode, Failure> {
+    #[cfg(unix)]
+    {
+        let leader = rustix::process::Pid::from_raw(launch.leader() as i32);
+        pass_signals_on(move |signal| {
+            let signal = rustix::process::Signal::from_named_raw(signal);
+            if let (Some(leader), Some(signal)) = (leader, signal) {
+                // It may have gone.
+                let _ = rustix::process::kill_process(leader, signal);
+            }
+        })?;
+    }
+    Ok(ExitCode::from(launch.wait()?))
+}
+
+/// Trains in this process, alone or as the first of several ranks.
+fn train_here(
+    args: &TrainArgs,
+    backend: BackendName,
+    interrupter: Interrupter,
+    ranks: Ranks,
+) -> Result<ExitCode, Failure> {
     if args.resume {
         let out = match &args.out {
             Some(out) => out.clone(),
@@ -92,7 +177,7 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
         let run = TrainingRun::resume(&out, args.allow_changed_data, |recipe| {
             request(args).change(recipe)?.fetched(true, &mut show_fetching())
         })?;
-        return train_one(run, args, backend, interrupter);
+        return train_one(run.with_ranks(ranks), args, backend, interrupter);
     }
     let recipe = request(args).recipe()?.fetched(false, &mut show_fetching())?;
     let out = args.out.clone().unwrap_or_else(|| TrainingRun::free_folder(&recipe.name));
@@ -101,7 +186,7 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
     }
     match args.seeds {
         Some(seeds) => train_seeds(&recipe, seeds, &out, args, backend, interrupter),
-        None => train_one(TrainingRun::begin(recipe, &out)?, args, backend, interrupter),
+        None => train_one(TrainingRun::begin(recipe, &out)?.with_ranks(ranks), args, backend, interrupter),
     }
 }
 
@@ -121,7 +206,8 @@ fn train_one(
     interrupter: Interrupter,
 ) -> Result<ExitCode, Failure> {
     let (folder, task) = (run.folder(), run.task());
-    match backend.run(shown(run, args, backend).with_interrupter(interrupter))? {
+    let (rank, local) = run.place();
+    match backend.run_as(rank, local, shown(run, args, backend).with_interrupter(interrupter))? {
         Outcome::Done(summary) if args.run.json => stdout::line(&summary),
         Outcome::Done(summary) => {
             tell(&summary);

@@ -9,5 +9,7 @@ pub mod task;
 
 pub use request::RecipeRequest;
 pub use schedule::{Schedule, ScheduleKind};
-pub use schema::{AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, Recipe, TrainingRecipe};
+pub use schema::{
+    AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, Recipe, Reduce, Shard, TrainingRecipe,
+};
 pub use task::{ModelSizes, TaskName};

@@ -188,13 +188,35 @@ pub enum OptimizerKind {
     AdamW,
 }
 
+/// What is shared out among several ranks, each of which then has a part of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Shard {
+    /// Nothing: every rank keeps and updates everything.
+    None,
+    /// What the optimizer keeps for a parameter, and the update (ZeRO-1, Rajbhandari et al., 2020).
+    #[default]
+    Optimizer,
+}
+
+/// The dtype in which gradients are added up over the ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduce {
+    /// As they are.
+    #[default]
+    F32,
+    /// Rounded before, which halves what is sent.
+    Bf16,
+}
+
 /// The `[training]` of a recipe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainingRecipe {
     /// Optimizer steps.
     pub steps: u64,
-    /// Rows of a forward pass.
+    /// Rows of a forward pass, of all ranks together.
     pub batch_size: usize,
     /// Tokens of a row.
     pub seq_length: usize,
@@ -240,6 +262,10 @@ pub struct TrainingRecipe {
     pub hide_words: f64,
     /// `f32` or `bf16`.
     pub precision: Precision,
+    /// What several ranks share out: `optimizer` or `none`.
+    pub shard: Shard,
+    /// What several ranks add gradients up in: `f32` or `bf16`.
+    pub reduce: Reduce,
     /// Random seed.
     pub seed: u64,
     /// Steps between validations.
@@ -290,6 +316,8 @@ impl Default for TrainingRecipe {
             swap_values: 0.0,
             hide_words: 0.0,
             precision: Precision::F32,
+            shard: Shard::Optimizer,
+            reduce: Reduce::F32,
             seed: 1337,
             valid_every: 250,
             valid_every_tokens: 0,

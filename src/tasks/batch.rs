@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{TokenBatch, UtteranceBatch};
-use fireclay_kernels::{Backend, HeadLossOptions};
+use fireclay_kernels::{Backend, HeadLossOptions, Rank};
 use fireclay_model::{Tokens, Transformer};
 
 use super::counts::TargetCounts;
@@ -16,6 +16,14 @@ pub enum Batch {
     Tokens(TokenBatch),
     /// Pieces of words, with intents and tags.
     Utterances(UtteranceBatch),
+}
+
+/// A rank's rows of a forward pass.
+pub(crate) struct Share {
+    /// None where there are fewer rows than ranks.
+    pub(crate) batch: Option<Batch>,
+    /// The number of its first row among those of all ranks.
+    pub(crate) first_row: usize,
 }
 
 impl From<TokenBatch> for Batch {
@@ -47,11 +55,38 @@ impl Batch {
         }
     }
 
-    /// The same rows, split into `parts`.
-    pub(crate) fn split(self, parts: usize) -> Vec<Self> {
+    /// The rows of a rank, for each of so many forward passes of all ranks together.
+    pub(crate) fn share(self, passes: usize, Rank { rank, ranks }: Rank) -> Vec<Share> {
+        let passes: Vec<Self> = match self {
+            Self::Tokens(batch) => batch.split(passes).into_iter().map(Self::Tokens).collect(),
+            Self::Utterances(batch) => batch.split(passes).into_iter().map(Self::Utterances).collect(),
+        };
+        let share = |batch: Self| {
+            let count = batch.batch_size();
+            let rows = rank * count / ranks..(rank + 1) * count / ranks;
+            let first_row = rows.start;
+            let own = match batch {
+                whole if ranks == 1 => whole,
+                Self::Tokens(batch) => Self::Tokens(batch.rows(rows)),
+                Self::Utterances(batch) => Self::Utterances(batch.rows(rows)),
+            };
+            Share { batch: (own.batch_size() > 0).then_some(own), first_row }
+        };
+        passes.into_iter().map(share).collect()
+    }
+
+    /// Tokens of a row, padding included.
+    pub(crate) fn seq_length(&self) -> usize {
         match self {
-            Self::Tokens(batch) => batch.split(parts).into_iter().map(Self::Tokens).collect(),
-            Self::Utterances(batch) => batch.split(parts).into_iter().map(Self::Utterances).collect(),
+            Self::Tokens(batch) => batch.seq_length(),
+            Self::Utterances(batch) => batch.seq_length(),
+        }
+    }
+
+    fn batch_size(&self) -> usize {
+        match self {
+            Self::Tokens(batch) => batch.batch_size(),
+            Self::Utterances(batch) => batch.batch_size(),
         }
     }
 

@@ -116,6 +116,11 @@ impl IntentSlot {
         &self.labels
     }
 
+    pub(crate) fn checksum(&self) -> Result<String, Failure> {
+        let labels = serde_json::to_string(&self.labels).map_err(|error| Failure::new(error.to_string()))?;
+        Ok(format!("{} {labels}", self.pieces.sha256()?))
+    }
+
     /// Number of training utterances.
     pub fn train_count(&self) -> usize {
         self.train.len()

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use fireclay_datasets::{
     Corpus, DeviceTokens, StoryCorpus, TextCorpus, TextSource, TokenBatch, TokenFiles, Tokenizer, TokenizerKind,
 };
-use fireclay_kernels::{Backend, HeadLossOptions};
+use fireclay_kernels::{Backend, Collective, HeadLossOptions, Rank, all_reduce};
 use fireclay_model::{Tokens, Transformer, TransformerConfig};
 
 use crate::device_read::read_scalars;
@@ -120,22 +120,25 @@ impl Language {
         format!("vocabulary of {known} tokens; {steps} steps of {rows} x {seq_length} tokens")
     }
 
-    /// Mean loss over about `tokens` held-out tokens, in nats per token; one read from the device.
+    /// Mean loss over about `tokens` held-out tokens, in nats per token, whose batches the ranks take in
+    /// turn; one read from the device.
     pub(crate) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
         batch_size: usize,
         tokens: usize,
         device: &B::Device,
+        collective: &Collective,
     ) -> Result<f64, Failure> {
+        let Rank { rank, ranks } = collective.rank();
         let batches = self.corpus.valid_batches(batch_size, tokens)?;
         let total: usize = batches.iter().map(TokenBatch::target_count).sum();
         let mut sum = Tensor::<B, 1>::zeros([1], device);
-        for batch in &batches {
+        for batch in batches.iter().skip(rank).step_by(ranks) {
             let share = batch.target_count() as f64 / total.max(1) as f64;
             sum = sum + loss(model, batch, HeadLossOptions::new().with_weight(share), device);
         }
-        Ok(read_scalars(vec![sum])?[0])
+        Ok(read_scalars(all_reduce(vec![sum], collective))?[0])
     }
 
     /// Generates after `prompt` or, if it is empty, from the start of a document.

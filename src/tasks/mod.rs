@@ -12,8 +12,7 @@ pub mod validation;
 use std::path::Path;
 
 use fireclay_datasets::BatchKey;
-use fireclay_kernels::Backend;
-use fireclay_kernels::Rank;
+use fireclay_kernels::{Backend, Collective};
 use fireclay_model::{Transformer, TransformerConfig};
 
 pub use batch::Batch;
@@ -50,14 +49,13 @@ impl Task {
         }
     }
 
-    /// The rows of a training step for `rank`: a pure function of the recipe's seed, `step` and
-    /// `rank`.
+    /// The rows of a training step: a pure function of the recipe's seed and `step`.
     ///
     /// # Errors
     /// If its data files cannot be read any more.
-    pub fn batch(&self, training: &TrainingRecipe, step: u64, rank: Rank) -> Result<Batch, Failure> {
+    pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Result<Batch, Failure> {
         let rows = training.batch_size * training.accumulation;
-        let key = BatchKey { seed: training.seed, step, rank: rank.rank as u64, ranks: rank.ranks as u64 };
+        let key = BatchKey::new(training.seed, step);
         match self {
             Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
             Self::Chat(chat) => Ok(chat.batch(key, rows).into()),
@@ -65,8 +63,8 @@ impl Task {
         }
     }
 
-    /// Validates `model`: on about `tokens` held-out tokens of a language task, on all utterances
-    /// otherwise.
+    /// Validates `model`: on about `tokens` held-out tokens of a language task, of which each rank of
+    /// `collective` reads a share, and on all utterances otherwise.
     ///
     /// # Errors
     /// If the device fails.
@@ -76,14 +74,15 @@ impl Task {
         training: &TrainingRecipe,
         tokens: usize,
         device: &B::Device,
+        collective: &Collective,
     ) -> Result<ValidationOutput, Failure> {
         match self {
             Self::Language(language) => {
-                let loss = language.validate(model, training.batch_size, tokens, device)?;
+                let loss = language.validate(model, training.batch_size, tokens, device, collective)?;
                 Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::Chat(chat) => {
-                let loss = chat.validate(model, training.batch_size, tokens, device)?;
+                let loss = chat.validate(model, training.batch_size, tokens, device, collective)?;
                 Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
@@ -181,6 +180,18 @@ impl Task {
         match self {
             Self::Language(_) | Self::Chat(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),
+        }
+    }
+
+    /// A checksum of what makes tokens and labels of the data: ranks that do not have the same one train different models.
+    ///
+    /// # Errors
+    /// If a tokenizer cannot be written.
+    pub(crate) fn checksum(&self) -> Result<String, Failure> {
+        match self {
+            Self::Language(language) => Ok(language.tokenizer.sha256()?),
+            Self::Chat(chat) => chat.checksum(),
+            Self::IntentSlot(task) => task.checksum(),
         }
     }
 

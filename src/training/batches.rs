@@ -5,8 +5,6 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fireclay_kernels::Rank;
-
 use crate::failure::Failure;
 use crate::recipe::schema::TrainingRecipe;
 use crate::tasks::{Batch, Task};
@@ -24,11 +22,11 @@ pub(crate) struct Batches {
 }
 
 impl Batches {
-    /// Starts to prefetch a rank's batches from step `first`. Dropping it ends the threads.
+    /// Starts to prefetch batches from step `first`. Dropping it ends the threads.
     ///
     /// # Errors
     /// If a thread cannot be started.
-    pub(crate) fn new(task: &Arc<Task>, training: &TrainingRecipe, rank: Rank, first: u64) -> Result<Self, Failure> {
+    pub(crate) fn new(task: &Arc<Task>, training: &TrainingRecipe, first: u64) -> Result<Self, Failure> {
         let thread = |at: u64| {
             let (sender, receiver) = sync_channel(READY);
             let (task, training) = (Arc::clone(task), training.clone());
@@ -36,7 +34,7 @@ impl Batches {
             let work = move || {
                 // Until the receiver is gone, or a batch fails.
                 for step in steps {
-                    let batch = task.batch(&training, step, rank);
+                    let batch = task.batch(&training, step);
                     let failed = batch.is_err();
                     if sender.send(batch).is_err() || failed {
                         break;

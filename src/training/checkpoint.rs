@@ -2,21 +2,24 @@
 
 use std::borrow::Cow;
 use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::Path;
 
 use burn::tensor::{Tensor, TensorData};
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, Collective};
 use fireclay_model::{LoraFiles, ModelFolder, f32_chunks};
 use safetensors::SafeTensorError;
-use safetensors::tensor::{Dtype, SafeTensors, View};
+use safetensors::tensor::{Dtype, Metadata, View};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 use crate::recipe::{AdapterKind, Recipe};
 use crate::run_folder::{OPTIMIZER, RunFolder, STATE, write_atomic};
 use crate::tasks::{Task, Validation};
-use crate::training::optim::Optimizer;
+use crate::training::optim::{Optimizer, Sharding, StateTensor};
 use crate::training::origin::Origin;
+use crate::training::parallel::Ranks;
 use crate::training::trainer::Trainer;
 
 /// The best validation so far.
@@ -64,7 +67,9 @@ pub fn resume(path: &Path) -> Result<(RunFolder, RunState), Failure> {
 ///
 /// # Errors
 /// If the file system fails; earlier checkpoints stay.
-pub fn save<B: Backend>(folder: &RunFolder, trainer: &Trainer<B>, state: &RunState) -> Result<(), Failure> {
+pub fn save<B: Backend>(folder: &RunFolder, trainer: &mut Trainer<B>, state: &RunState) -> Result<(), Failure> {
+    trainer.begin_save();
+    let trainer = &*trainer;
     let place = folder.put_checkpoint(state.step, |folder| write(folder, trainer, state))?;
     if state.best.is_some_and(|best| best.step == state.step) {
         folder.publish(&place)?;
@@ -73,9 +78,9 @@ pub fn save<B: Backend>(folder: &RunFolder, trainer: &Trainer<B>, state: &RunSta
 }
 
 fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> Result<(), Failure> {
-    trainer.save(folder)?;
-    let state_tensors = trainer.optimizer().state();
-    let views = state_tensors.map(|(name, tensor)| (name, Kept { shape: tensor.dims(), tensor }));
+    trainer.write(folder)?;
+    let views =
+        trainer.optimizer().state().map(|tensor| (tensor.name.clone(), Kept { shape: [tensor.elements()], tensor }));
     let file = folder.join(OPTIMIZER);
     safetensors::serialize_to_file(views, None, &file)
         .map_err(|error| match error {
@@ -88,11 +93,11 @@ fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> R
     write_atomic(&folder.join(STATE), text.as_bytes())
 }
 
-/// An optimizer tensor that is read from the device when it is written, so that the host holds one
-/// at a time.
+/// A tensor of the optimizer as it is saved: made whole and read from the device when it is written, in the order of the names, so that
+/// device and host hold one at a time.
 struct Kept<'a, B: Backend> {
     shape: [usize; 1],
-    tensor: &'a Tensor<B, 1>,
+    tensor: StateTensor<'a, B>,
 }
 
 impl<B: Backend> View for Kept<'_, B> {
@@ -106,7 +111,7 @@ impl<B: Backend> View for Kept<'_, B> {
 
     fn data(&self) -> Cow<'_, [u8]> {
         let mut bytes = Vec::with_capacity(self.data_len());
-        f32_chunks(self.tensor, 0..self.shape[0], |_, chunk| bytes.extend_from_slice(chunk));
+        f32_chunks(&self.tensor.whole(), 0..self.shape[0], |_, chunk| bytes.extend_from_slice(chunk));
         Cow::Owned(bytes)
     }
 
@@ -115,48 +120,97 @@ impl<B: Backend> View for Kept<'_, B> {
     }
 }
 
-/// Restores the trainer from the last checkpoint in `folder`.
+/// The trainer of the last checkpoint in `folder`, of the first of `ranks`.
 ///
 /// # Errors
-/// If a file is missing or damaged; names it.
-pub fn load<B: Backend>(
+/// If a file is missing or damaged; it is named.
+pub(crate) fn load<B: Backend>(
     folder: &RunFolder,
     state: &RunState,
     task: Task,
     device: B::Device,
+    ranks: (Ranks, Collective),
 ) -> Result<Trainer<B>, Failure> {
     let checkpoint = folder.checkpoint(state.step);
-    let model = match (&state.recipe.init, state.recipe.training.adapter) {
-        (Some(base), AdapterKind::Lora) => {
-            let adapter = LoraFiles::open(&checkpoint)?;
-            state.recipe.model_from(base, &task, Some(&adapter), &device)?
-        }
-        _ => ModelFolder::new(&checkpoint).load(&device)?,
-    };
-    let mut trainer = Trainer::<B>::with_model(&state.recipe, task, model, device.clone())?;
-    let file = checkpoint.join(OPTIMIZER);
-    let bytes = fs::read(&file).map_err(Failure::io(&file))?;
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|error| damaged(&file, &error.to_string()))?;
-    let read = |name: &str, size: usize| {
-        // Old checkpoints of AdamW do not name the optimizer.
-        let older = name.strip_prefix("adamw.").unwrap_or(name);
-        let view = tensors.tensor(name).or_else(|_| tensors.tensor(older));
-        let view = view.map_err(|_| damaged(&file, &format!("{name} is missing")))?;
-        if view.shape() != [size] || view.dtype() != Dtype::F32 {
-            return Err(damaged(&file, &format!("{name} does not have {size} f32 values")));
-        }
-        let chunks = view.data().chunks_exact(4);
-        let values: Vec<f32> = chunks.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        Ok(Tensor::from_data(TensorData::new(values, [size]), &device))
-    };
-    let optimizer = Optimizer::new(state.recipe.training.optimizer, trainer.model()).with_state(state.step, read)?;
-    trainer.restore(state.step, optimizer);
+    let trainer = read(&checkpoint, &state.recipe, state.step, task, device, ranks)?;
     // The run may have been killed between a checkpoint and its publication.
     if state.best.is_some_and(|best| best.step == state.step) {
         folder.publish(&checkpoint)?;
     }
     folder.forget_partial();
     Ok(trainer)
+}
+
+/// The trainer of a checkpoint of `step`, of any rank: of what the optimizer keeps it reads the part that this rank has.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn read<B: Backend>(
+    checkpoint: &Path,
+    recipe: &Recipe,
+    step: u64,
+    task: Task,
+    device: B::Device,
+    (ranks, collective): (Ranks, Collective),
+) -> Result<Trainer<B>, Failure> {
+    let model = match (&recipe.init, recipe.training.adapter) {
+        (Some(base), AdapterKind::Lora) => {
+            let adapter = LoraFiles::open(checkpoint)?;
+            recipe.model_from(base, &task, Some(&adapter), &device)?
+        }
+        _ => ModelFolder::new(checkpoint).load(&device)?,
+    };
+    let training = &recipe.training;
+    let sharding = Sharding { collective: collective.clone(), shard: training.shard, reduce: training.reduce };
+    let mut trainer = Trainer::<B>::with_model_of_rank(recipe, task, model, device.clone(), (ranks, collective))?;
+    let path = checkpoint.join(OPTIMIZER);
+    let mut file = File::open(&path).map_err(Failure::io(&path))?;
+    let (header, metadata) = header(&mut file, &path)?;
+    let read = |name: &str, size: usize, ranges: [Range<usize>; 2]| {
+        // Checkpoints written when AdamW was the only optimizer do not name it.
+        let older = name.strip_prefix("adamw.").unwrap_or(name);
+        let info = metadata.info(name).or_else(|| metadata.info(older));
+        let info = info.ok_or_else(|| damaged(&path, &format!("{name} is missing")))?;
+        if info.shape != [size] || info.dtype != Dtype::F32 {
+            return Err(damaged(&path, &format!("{name} is not {size} values of f32")));
+        }
+        let mut bytes = Vec::with_capacity(4 * ranges.iter().map(Range::len).sum::<usize>());
+        for range in ranges.into_iter().filter(|range| !range.is_empty()) {
+            let (begin, before) = (header + info.data_offsets.0 + 4 * range.start, bytes.len());
+            bytes.resize(before + 4 * range.len(), 0);
+            let read = file.seek(SeekFrom::Start(begin as u64)).and_then(|_| file.read_exact(&mut bytes[before..]));
+            read.map_err(|error| damaged(&path, &error.to_string()))?;
+        }
+        let values: Vec<f32> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        let count = values.len();
+        Ok(Tensor::from_data(TensorData::new(values, [count]), &device))
+    };
+    let optimizer = Optimizer::of_rank(training.optimizer, trainer.model(), sharding).with_state(step, read)?;
+    trainer.restore(step, optimizer);
+    Ok(trainer)
+}
+
+/// Where the tensors begin in a file, and what it says of them.
+fn header(file: &mut File, path: &Path) -> Result<(usize, Metadata), Failure> {
+    /// The most that safetensors lets a header have.
+    const MOST: u64 = 100_000_000;
+    let wrong = |error: std::io::Error| damaged(path, &error.to_string());
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(wrong)?;
+    let size = u64::from_le_bytes(length);
+    if size > MOST {
+        return Err(damaged(path, "its header is too long"));
+    }
+    let mut bytes = length.to_vec();
+    bytes.resize(8 + size as usize, 0);
+    file.read_exact(&mut bytes[8..]).map_err(wrong)?;
+    let text = std::str::from_utf8(&bytes[8..]).map_err(|error| damaged(path, &error.to_string()))?;
+    let metadata: Metadata = serde_json::from_str(text).map_err(|error| damaged(path, &error.to_string()))?;
+    let whole = file.metadata().map_err(wrong)?.len();
+    if whole != (bytes.len() + metadata.data_len()) as u64 {
+        return Err(damaged(path, "it is not as long as its header says"));
+    }
+    Ok((bytes.len(), metadata))
 }
 
 fn damaged(file: &Path, reason: &str) -> Failure {

@@ -45,13 +45,13 @@ pub trait LoadedTrainer: Send {
     ///
     /// # Errors
     /// If the device fails.
-    fn validate(&self, tokens: usize) -> Result<Validation, Failure>;
+    fn validate(&mut self, tokens: usize) -> Result<Validation, Failure>;
 
     /// Writes the model with its tokenizer, in the layout of the hub.
     ///
     /// # Errors
     /// If the file system refuses.
-    fn save(&self, folder: &Path) -> Result<(), Failure>;
+    fn save(&mut self, folder: &Path) -> Result<(), Failure>;
 
     /// The number of steps taken.
     fn steps(&self) -> u64;
@@ -63,9 +63,9 @@ pub trait LoadedTrainer: Send {
 impl OnBackend for TrainerToLoad {
     type Output = Box<dyn LoadedTrainer>;
 
-    fn run<B: Backend>(self, RunContext { device, rank }: RunContext<B>) -> Result<Self::Output, Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Self::Output, Failure> {
         let Self(recipe) = self;
-        Ok(Box::new(Trainer::<B>::new(&recipe, recipe.task()?, device)?.with_rank(rank)))
+        Ok(Box::new(Trainer::<B>::new(&recipe, recipe.task()?, device)?))
     }
 }
 
@@ -83,11 +83,11 @@ impl<B: Backend> LoadedTrainer for Trainer<B> {
         Ok(StepTaken { step, learning_rate, tokens, figures })
     }
 
-    fn validate(&self, tokens: usize) -> Result<Validation, Failure> {
+    fn validate(&mut self, tokens: usize) -> Result<Validation, Failure> {
         Trainer::validate(self, tokens)
     }
 
-    fn save(&self, folder: &Path) -> Result<(), Failure> {
+    fn save(&mut self, folder: &Path) -> Result<(), Failure> {
         Trainer::save(self, folder)
     }
 

@@ -4,9 +4,11 @@ mod batches;
 mod chart;
 pub mod checkpoint;
 pub mod events;
+mod follower;
 pub mod loaded;
 pub mod optim;
 pub mod origin;
+pub mod parallel;
 mod session;
 pub mod trainer;
 mod views;
@@ -18,10 +20,11 @@ use std::time::Instant;
 
 use burn::train::Interrupter;
 use fireclay_datasets::Inputs;
-use fireclay_kernels::Backend;
 use fireclay_kernels::notices::{Level, notice};
+use fireclay_kernels::{Backend, Collective, Rank};
 use serde_json::Value;
 
+pub use follower::Follower;
 pub use trainer::{StepOutput, Trainer, read_steps};
 pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
@@ -35,6 +38,7 @@ use crate::tasks::Task;
 use crate::training::checkpoint::{Best, RunState};
 use crate::training::events::Sink;
 use crate::training::origin::Origin;
+use crate::training::parallel::{Begin, Command, Ranks};
 use crate::training::session::Session;
 
 /// A new or resumed run.
@@ -53,6 +57,7 @@ pub struct TrainingRun {
     wandb: Option<String>,
     /// Receives all events.
     listener: Option<Box<dyn Sink + Send>>,
+    ranks: Ranks,
     begun: Instant,
 }
 
@@ -143,8 +148,8 @@ impl TrainingRun {
     fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>, origin: Origin) -> Self {
         let (view, interrupter) = (View::Plain, Interrupter::new());
         let (device, command, begun) = (String::new(), Vec::new(), Instant::now());
-        let (wandb, listener) = (None, None);
-        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb, listener, begun }
+        let (wandb, listener, ranks) = (None, None, Ranks::only());
+        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb, listener, ranks, begun }
     }
 
     /// Sets the view.
@@ -177,6 +182,17 @@ impl TrainingRun {
         self
     }
 
+    /// With other ranks, of which this one is the first.
+    pub fn with_ranks(mut self, ranks: Ranks) -> Self {
+        self.ranks = ranks;
+        self
+    }
+
+    /// Its rank, and its number among the processes of this machine.
+    pub fn place(&self) -> (Rank, usize) {
+        (self.ranks.rank(), self.ranks.local())
+    }
+
     /// The task.
     pub fn task(&self) -> TaskName {
         self.recipe.task
@@ -191,13 +207,25 @@ impl TrainingRun {
 impl OnBackend for TrainingRun {
     type Output = Outcome;
 
-    fn run<B: Backend>(self, RunContext { device, rank }: RunContext<B>) -> Result<Outcome, Failure> {
+    fn run<B: Backend>(self, context: RunContext<B>) -> Result<Outcome, Failure> {
+        let ranks = self.ranks.clone();
+        let outcome = self.lead(context);
+        match &outcome {
+            Ok(_) => ranks.end(),
+            Err(failure) => ranks.failed(failure),
+        }
+        outcome
+    }
+}
+
+impl TrainingRun {
+    fn lead<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Outcome, Failure> {
         let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, .. } = self;
-        let Self { command, wandb, listener, begun, .. } = self;
+        let Self { command, wandb, listener, ranks, begun, .. } = self;
         let resumed_at = resumed.as_ref().map(|state| state.step);
-        let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device);
+        let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device, &ranks);
         let (trainer, best) = match prepared {
-            Ok((trainer, best)) => (trainer.with_rank(rank), best),
+            Ok(prepared) => prepared,
             // Interrupted during tokenization, whose results stay cached.
             Err(_) if interrupter.should_stop() => {
                 folder.forget_if_empty();
@@ -217,6 +245,7 @@ impl OnBackend for TrainingRun {
         }
         let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
         let finished = views::run(&mut session, view, &record, (folder.path(), wandb, listener), interrupter)?;
+        ranks.end();
         chart::draw(folder.path())?;
         if let Some(report) = session.test_report() {
             chart::draw_confusions(folder.path(), report)?;
@@ -243,11 +272,13 @@ fn prepare<B: Backend>(
     resumed: Option<RunState>,
     interrupter: &Interrupter,
     device: &B::Device,
+    ranks: &Ranks,
 ) -> Result<(Trainer<B>, Option<Best>), Failure> {
     let mut watch = show_preparing(|| interrupter.should_stop());
     let Some(state) = resumed else {
         let task = recipe.task_watched(&mut watch)?;
-        let trainer = Trainer::new(&recipe, task, device.clone())?;
+        let collective = begin::<B>(&recipe, None, &task, device, ranks)?;
+        let trainer = Trainer::of_rank(&recipe, task, device.clone(), ranks.clone(), collective)?;
         trainer.check_sample()?;
         return Ok((trainer, None));
     };
@@ -257,10 +288,32 @@ fn prepare<B: Backend>(
         let (shown, step) = (folder.path().display(), state.step);
         return Err(Failure::new(format!("{shown} is already at step {step}: raise --steps")));
     }
-    let task = recipe.task_of(&folder.checkpoint(state.step), &mut watch)?;
-    let trainer = checkpoint::load::<B>(folder, &state, task, device.clone())?;
+    let checkpoint = folder.checkpoint(state.step);
+    let task = recipe.task_of(&checkpoint, &mut watch)?;
+    let collective = begin::<B>(&recipe, Some((&checkpoint, state.step)), &task, device, ranks)?;
+    let trainer = checkpoint::load::<B>(folder, &state, task, device.clone(), (ranks.clone(), collective))?;
     trainer.check_sample()?;
     Ok((trainer, state.best))
+}
+
+/// Has the other ranks begin, and gives what they exchange tensors through.
+fn begin<B: Backend>(
+    recipe: &Recipe,
+    checkpoint: Option<(&Path, u64)>,
+    task: &Task,
+    device: &B::Device,
+    ranks: &Ranks,
+) -> Result<Collective, Failure> {
+    if ranks.rank().ranks == 1 {
+        return Ok(Collective::only());
+    }
+    let absolute = |path: &Path| std::path::absolute(path).map_err(Failure::io(path));
+    let checkpoint = checkpoint.map(|(path, step)| Ok::<_, Failure>((absolute(path)?, step))).transpose()?;
+    let begin = Begin { recipe: recipe.clone(), checkpoint, checksum: task.checksum()? };
+    ranks.tell(&Command::Begin(Box::new(begin)));
+    let collective = Collective::best::<B>(ranks.rank(), ranks.host(), device).map_err(Failure::new)?;
+    ranks.watch(&collective);
+    Ok(collective)
 }
 
 /// Announces the run.
@@ -269,7 +322,11 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) -> Result<(), 
     let config = trainer.model().config();
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
     let (name, what) = (&recipe.name, trainer.task().describe(config, &recipe.training));
-    notice(Level::Info, &format!("{name}: {parameters:.1}M parameters, {what} from step {step}; into {out}"));
+    let ranks = match trainer.ranks() {
+        1 => String::new(),
+        ranks => format!(" on {ranks} ranks"),
+    };
+    notice(Level::Info, &format!("{name}: {parameters:.1}M parameters, {what} from step {step}{ranks}; into {out}"));
     if let Task::Chat(chat) = trainer.task() {
         let colour = std::io::stderr().is_terminal();
         let what = if colour { "in green" } else { "in [[double brackets]]" };

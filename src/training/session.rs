@@ -326,7 +326,7 @@ impl<B: Backend> Session<B> {
         }
         let (best, recipe) = (self.best, self.trainer.recipe().clone());
         let state = RunState { step, best, origin: Some(self.origin.clone()), recipe };
-        checkpoint::save(&self.folder, &self.trainer, &state)?;
+        checkpoint::save(&self.folder, &mut self.trainer, &state)?;
         self.saved = step;
         Ok(())
     }

@@ -9,16 +9,18 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, RandomKey, Rank, backward, compile_ahead};
+use fireclay_kernels::{Backend, Collective, RandomKey, backward, compile_ahead};
 use fireclay_model::{AdapterSaver, ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::recipe::{AdapterKind, Recipe};
+use crate::precision::Precision;
+use crate::recipe::{AdapterKind, Recipe, Reduce};
 use crate::tasks::counts::TargetCounts;
 use crate::tasks::{Batch, ClassificationReport, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
-use crate::training::optim::{Optimizer, ParameterGradients, Settings};
+use crate::training::optim::{Optimizer, ParameterGradients, Settings, Sharding};
+use crate::training::parallel::{Command, Ranks};
 
 /// The state and data of training.
 pub struct Trainer<B: Backend> {
@@ -30,7 +32,9 @@ pub struct Trainer<B: Backend> {
     optimizer: Optimizer<B>,
     step: u64,
     device: B::Device,
-    rank: Rank,
+    /// Who else trains this model, and what they exchange tensors through.
+    ranks: Ranks,
+    collective: Collective,
     /// Peak memory in bytes, if watched.
     peak_memory: Option<u64>,
     /// Whether the kernels of a step were compiled ahead of the first one.
@@ -45,7 +49,7 @@ pub struct StepOutput<B: Backend> {
     pub step: u64,
     /// Its learning rate.
     pub learning_rate: f64,
-    /// Number of targets.
+    /// Number of targets, of all ranks.
     pub tokens: usize,
     loss: Tensor<B, 1>,
     gradient_norm: Tensor<B, 1>,
@@ -78,6 +82,18 @@ impl<B: Backend> Trainer<B> {
     /// If the recipe contradicts itself, the device lacks its precision, or its initial model
     /// cannot be read or does not suit the task.
     pub fn new(recipe: &Recipe, task: Task, device: B::Device) -> Result<Self, Failure> {
+        Self::of_rank(recipe, task, device, Ranks::only(), Collective::only())
+    }
+
+    /// The same as one of several ranks, each of which has its own rows of every batch. What the first one is asked for it tells the
+    /// others, which follow.
+    pub(crate) fn of_rank(
+        recipe: &Recipe,
+        task: Task,
+        device: B::Device,
+        ranks: Ranks,
+        collective: Collective,
+    ) -> Result<Self, Failure> {
         let recipe = recipe.clone().sized_for(&task);
         let model = match &recipe.init {
             Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, None, &device)?,
@@ -88,7 +104,7 @@ impl<B: Backend> Trainer<B> {
             }
             None => recipe.model_config()?.init(recipe.training.seed, &device)?,
         };
-        Self::with_model(&recipe, task, model, device)
+        Self::with_model_of_rank(&recipe, task, model, device, (ranks, collective))
     }
 
     /// Trains a given model.
@@ -101,10 +117,32 @@ impl<B: Backend> Trainer<B> {
         model: Transformer<Autodiff<B>>,
         device: B::Device,
     ) -> Result<Self, Failure> {
+        Self::with_model_of_rank(recipe, task, model, device, (Ranks::only(), Collective::only()))
+    }
+
+    pub(crate) fn with_model_of_rank(
+        recipe: &Recipe,
+        task: Task,
+        model: Transformer<Autodiff<B>>,
+        device: B::Device,
+        (ranks, collective): (Ranks, Collective),
+    ) -> Result<Self, Failure> {
+        let (training, count) = (&recipe.training, collective.rank().ranks);
+        if training.batch_size < count {
+            let rows = training.batch_size;
+            return Err(Failure::usage(format!(
+                "training.batch_size is {rows}: {count} ranks need a row each at least"
+            )));
+        }
+        if count > 1 && training.reduce == Reduce::Bf16 {
+            let lacks = |failure: Failure| Failure::usage(format!("training.reduce is bf16: {failure}"));
+            Precision::Bf16.activations::<B>(&device).map_err(lacks)?;
+        }
         let activations = recipe.training.precision.activations::<B>(&device)?;
         recipe.suits(model.config(), &task)?;
         let products = recipe.training.precision.f32_products();
-        let optimizer = Optimizer::new(recipe.training.optimizer, &model);
+        let sharding = Sharding { collective: collective.clone(), shard: training.shard, reduce: training.reduce };
+        let optimizer = Optimizer::of_rank(training.optimizer, &model, sharding);
         Ok(Self {
             recipe: recipe.clone(),
             task: Arc::new(task),
@@ -113,17 +151,11 @@ impl<B: Backend> Trainer<B> {
             optimizer,
             step: 0,
             device,
-            rank: Rank::ONLY,
+            ranks,
+            collective,
             peak_memory: None,
             compiled: false,
         })
-    }
-
-    /// Trains as one of several ranks, each with its own rows of every batch. Gradients are summed
-    /// over all ranks.
-    pub fn with_rank(mut self, rank: Rank) -> Self {
-        (self.rank, self.batches) = (rank, None);
-        self
     }
 
     /// Restores step and optimizer of a checkpoint.
@@ -133,6 +165,8 @@ impl<B: Backend> Trainer<B> {
 
     /// The current model. In bf16 it has copies of its matrices, which operations read: to change
     /// the parameters of a clone, take the copies out first ([`Transformer::take_copies`]).
+    /// With several ranks each has its own part of such parameters up to date, and the others as of the
+    /// last [`validate`](Self::validate) or [`save`](Self::save).
     pub fn model(&self) -> &Transformer<Autodiff<B>> {
         &self.model
     }
@@ -152,6 +186,11 @@ impl<B: Backend> Trainer<B> {
         &self.recipe
     }
 
+    /// How many train it together.
+    pub(crate) fn ranks(&self) -> usize {
+        self.collective.rank().ranks
+    }
+
     /// Completed steps.
     pub fn step(&self) -> u64 {
         self.step
@@ -162,9 +201,10 @@ impl<B: Backend> Trainer<B> {
     /// # Errors
     /// If the data's files cannot be read any more.
     pub fn train_step(&mut self) -> Result<StepOutput<B>, Failure> {
+        self.ranks.tell(&Command::Step);
         let mut batches = match self.batches.take() {
             Some(batches) if batches.next_step() == self.step => batches,
-            _ => Batches::new(&self.task, &self.recipe.training, self.rank, self.step)?,
+            _ => Batches::new(&self.task, &self.recipe.training, self.step)?,
         };
         let batch = batches.take()?;
         self.batches = Some(batches);
@@ -200,7 +240,8 @@ impl<B: Backend> Trainer<B> {
         language.sample(self.model.valid(), prompt, tokens, self.recipe.training.seed, &self.device).map(Some)
     }
 
-    /// One optimizer step over `batch`, in `accumulation` parts; reads nothing from the device.
+    /// One optimizer step over `batch`, in `accumulation` parts; reads nothing from the device. Each of
+    /// several ranks is given the whole batch.
     pub fn train_on(&mut self, batch: impl Into<Batch>) -> StepOutput<B> {
         let batch: Batch = batch.into();
         let training = self.recipe.training.clone();
@@ -209,8 +250,10 @@ impl<B: Backend> Trainer<B> {
 
         let mut gradients = None;
         let mut loss: Option<Tensor<B, 1>> = None;
-        for (part, batch) in batch.split(training.accumulation).into_iter().enumerate() {
-            self.model.set_dropout(Some(key.fold(part as u64)));
+        let rank = self.collective.rank();
+        for (part, share) in batch.share(training.accumulation, rank).into_iter().enumerate() {
+            let Some(batch) = share.batch else { continue };
+            self.model.set_dropout_from(Some(key.fold(part as u64)), share.first_row * batch.seq_length());
             if !std::mem::replace(&mut self.compiled, true) {
                 let device = self.device.clone();
                 compile_ahead::<B>(&device, || drop(self.forward_backward(&batch, whole, None)));
@@ -237,21 +280,27 @@ impl<B: Backend> Trainer<B> {
         };
         let _in_optimizer = part("optimizer");
         let zero = || Tensor::zeros([1], &self.device);
-        let gradient_norm = match gradients {
-            Some(mut gradients) => {
-                self.model.mask_adapter_gradients(|parameter, mask| {
-                    let value = parameter.val();
-                    if let Some(gradient) = value.grad_remove(&mut gradients) {
-                        value.grad_replace(&mut gradients, gradient * mask.clone().inner());
+        let loss = loss.unwrap_or_else(zero);
+        // Where no rank has a row there is nothing to learn; where others have, they need this one's zeros.
+        let (gradient_norm, loss) = match gradients {
+            None if rank.ranks == 1 || tokens == 0 => (zero(), loss),
+            gradients => {
+                let gradients = match gradients {
+                    Some(mut gradients) => {
+                        self.model.mask_adapter_gradients(|parameter, mask| {
+                            let value = parameter.val();
+                            if let Some(gradient) = value.grad_remove(&mut gradients) {
+                                value.grad_replace(&mut gradients, gradient * mask.clone().inner());
+                            }
+                        });
+                        ParameterGradients::take(&self.model, gradients)
                     }
-                });
-                let gradients = ParameterGradients::take(&self.model, gradients).sum_over_ranks(self.rank);
-                self.optimizer.update(&mut self.model, gradients, settings)
+                    None => ParameterGradients::none(&self.model),
+                };
+                self.optimizer.update(&mut self.model, gradients, settings, loss)
             }
-            None => zero(),
         };
         self.step += 1;
-        let loss = loss.unwrap_or_else(zero);
         StepOutput { step: self.step - 1, learning_rate, tokens, loss, gradient_norm }
     }
 
@@ -300,22 +349,50 @@ impl<B: Backend> Trainer<B> {
     /// otherwise.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn validate(&self, tokens: usize) -> Result<Validation, Failure> {
+    /// If the device failed.
+    pub fn validate(&mut self, tokens: usize) -> Result<Validation, Failure> {
         Ok(self.evaluate(tokens)?.validation)
     }
 
-    /// [`validate`](Self::validate) with details.
-    pub(crate) fn evaluate(&self, tokens: usize) -> Result<ValidationOutput, Failure> {
-        self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device)
+    /// As [`validate`](Self::validate), with what it was about.
+    pub(crate) fn evaluate(&mut self, tokens: usize) -> Result<ValidationOutput, Failure> {
+        self.ranks.tell(&Command::Judge { tokens });
+        self.optimizer.complete(&mut self.model);
+        self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device, &self.collective)
+    }
+
+    /// Gives the model what other ranks have updated of its parameters.
+    pub(crate) fn complete(&mut self) {
+        self.ranks.tell(&Command::Complete);
+        self.optimizer.complete(&mut self.model);
+    }
+
+    /// Takes part in what the first rank saves: its optimizer's state, tensor by tensor, in the order of their names.
+    pub(crate) fn follow_save(&mut self) {
+        self.optimizer.complete(&mut self.model);
+        let mut tensors: Vec<_> = self.optimizer.state().collect();
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        tensors.iter().for_each(|tensor| drop(tensor.whole()));
+    }
+
+    /// Tells the other ranks to take part in a checkpoint.
+    pub(crate) fn begin_save(&mut self) {
+        self.ranks.tell(&Command::Save);
+        self.optimizer.complete(&mut self.model);
     }
 
     /// Writes the current model to a folder in the hub's layout, with tokenizer and, for
     /// utterances, labels.
     ///
     /// # Errors
-    /// If the file system fails.
-    pub fn save(&self, folder: &Path) -> Result<(), Failure> {
+    /// If the file system refuses.
+    pub fn save(&mut self, folder: &Path) -> Result<(), Failure> {
+        self.complete();
+        self.write(folder)
+    }
+
+    /// [`save`](Self::save) of a model that is complete.
+    pub(crate) fn write(&self, folder: &Path) -> Result<(), Failure> {
         std::fs::create_dir_all(folder).map_err(Failure::io(folder))?;
         let model = self.model.valid();
         match (&self.recipe.init, self.recipe.training.adapter) {

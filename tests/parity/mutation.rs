@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Methods without a tensor in their result, but for `store`, whose result other methods compute with.
-const WITHOUT_RESULT: [&str; 7] =
-    ["decode_plan", "downloads_at_once", "finish_uploads", "is_synchronous", "memory", "probe", "store"];
+const WITHOUT_RESULT: [&str; 8] =
+    ["collective", "decode_plan", "downloads_at_once", "finish_uploads", "is_synchronous", "memory", "probe", "store"];
 
 const FLOATS: [&str; 4] = ["zeros", "factor", "previous-row", "wrong-row"];
 const INTEGERS: [&str; 2] = ["off-by-one", "swapped-pair"];

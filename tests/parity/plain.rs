@@ -103,5 +103,5 @@ pub(crate) fn head_sample<B: Backend>(
 }
 
 pub(crate) fn optimizer_step<B: Backend>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {
-    reference::optimizer_step(OptimizerStep { parameters, adamw })
+    reference::optimizer_step(OptimizerStep { parameters, adamw, norm: None })
 }

@@ -109,7 +109,7 @@ backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>
         let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
         // Two moments for each of an adapter's two matrices, on four linear layers in two blocks.
         assert_eq!(optimizer.state().count(), 2 * 2 * 4 * 2);
-        assert!(optimizer.state().all(|(name, _)| name.contains(".adapter.")));
+        assert!(optimizer.state().all(|tensor| tensor.name.contains(".adapter.")));
         for _ in 0..40 {
             let gradients = ParameterGradients::take(&model, loss(&model, &device).backward());
             (model, _) = optimizer.step(model, gradients, SETTINGS);

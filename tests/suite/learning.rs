@@ -113,9 +113,8 @@ backend_test!(checkpoints_change_neither_losses_nor_gradients::<B>(device) {
 
 backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
     let run = |dropout: &str| {
-        let trainer = trainer::<B>(&recipe(&[("dropout", dropout)]), &device);
+        let mut trainer = trainer::<B>(&recipe(&[("dropout", dropout)]), &device);
         let valid = trainer.validate(1000).expect("a loss").loss;
-        let mut trainer = trainer;
         (valid, trainer.train_step().and_then(|step| step.loss()).expect("a loss"))
     };
     let (without, with, again) = (run("0.0"), run("0.5"), run("0.5"));

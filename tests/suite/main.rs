@@ -27,6 +27,8 @@ mod mutation;
 mod packed;
 mod peft;
 mod profiling;
+#[cfg(target_os = "linux")]
+mod ranks;
 mod resume;
 mod runs;
 mod scheduling;

@@ -10,8 +10,8 @@ use fireclay::recipe::Recipe;
 use fireclay::tasks::{Batch, ClassificationReport, Task, intent_slot, scores};
 use fireclay::training::Trainer;
 use fireclay_datasets::{Utterance, UtteranceBatch};
+use fireclay_kernels::HeadLossOptions;
 use fireclay_kernels::recorder::{Copies, Recording, Source};
-use fireclay_kernels::{HeadLossOptions, Rank};
 use fireclay_model::Tokens;
 use serde_json::Value;
 
@@ -27,7 +27,7 @@ fn recipe(settings: &[(&str, &str)]) -> Recipe {
 }
 
 fn batch(task: &Task, recipe: &Recipe, step: u64) -> UtteranceBatch {
-    match task.batch(&recipe.training, step, Rank::ONLY).expect("in memory") {
+    match task.batch(&recipe.training, step).expect("in memory") {
         Batch::Utterances(batch) => batch,
         Batch::Tokens(_) => panic!("utterances are asked for"),
     }

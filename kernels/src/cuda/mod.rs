@@ -246,7 +246,11 @@ pub(crate) fn in_context<R: CubeRuntime, T>(
     in_context_of(*index, work)
 }
 
-fn in_context_of<T>(index: usize, work: impl FnOnce() -> T) -> Result<T, cudarc::driver::DriverError> {
+/// The same for the device of a number.
+///
+/// # Errors
+/// As above.
+pub(crate) fn in_context_of<T>(index: usize, work: impl FnOnce() -> T) -> Result<T, cudarc::driver::DriverError> {
     let device = driver::device::get(index as i32)?;
     let before = driver::ctx::get_current()?.unwrap_or(std::ptr::null_mut());
     // SAFETY: the device was just given out by the driver, and its context is kept until `Retained`

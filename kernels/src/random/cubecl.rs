@@ -13,6 +13,8 @@ pub(crate) struct Rounds {
     third: u32,
     fourth: u32,
     fifth: u32,
+    /// Added to the number of a row.
+    first_row: u32,
 }
 
 impl RandomKey {
@@ -20,14 +22,14 @@ impl RandomKey {
     pub(crate) fn rounds<R: CubeRuntime>(self) -> RoundsLaunch<R> {
         let (rows, columns) = self.round_keys();
         let word = |at: usize| rows[at] | (columns[at] << 16);
-        RoundsLaunch::new(word(0), word(1), word(2), word(3), word(4))
+        RoundsLaunch::new(word(0), word(1), word(2), word(3), word(4), self.first_row)
     }
 }
 
 /// The encrypted row index, two halves in one word, shared by the row's columns.
 #[cube]
 pub(crate) fn row_bits(row: u32, rounds: &Rounds) -> u32 {
-    let mut state = row;
+    let mut state = row + rounds.first_row;
     state = round(state, rounds.first & 0xffff, MULTIPLIERS[0]);
     state = round(state, rounds.second & 0xffff, MULTIPLIERS[1]);
     state = round(state, rounds.third & 0xffff, MULTIPLIERS[2]);

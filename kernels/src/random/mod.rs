@@ -19,17 +19,27 @@ const MULTIPLIERS: [u32; ROUNDS] = [0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b];
 /// assert_ne!(key.bits(5, 9), key.bits(9, 5));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RandomKey(u64);
+pub struct RandomKey {
+    key: u64,
+    /// Added to the number of a row.
+    first_row: u32,
+}
 
 impl RandomKey {
     /// The key of a seed.
     pub fn new(seed: u64) -> Self {
-        Self(mix(seed ^ 0x243f_6a88_85a3_08d3))
+        Self { key: mix(seed ^ 0x243f_6a88_85a3_08d3), first_row: 0 }
     }
 
     /// A new key that depends on this one and on `word`.
     pub fn fold(self, word: u64) -> Self {
-        Self(mix(self.0.rotate_left(23) ^ mix(word.wrapping_add(0x1319_8a2e_0370_7344))))
+        let key = mix(self.key.rotate_left(23) ^ mix(word.wrapping_add(0x1319_8a2e_0370_7344)));
+        Self { key, ..self }
+    }
+
+    /// The same bits, seen from `first_row` on: those of row 0 are those of `first_row` before. For who has some of the rows only.
+    pub fn from_row(self, first_row: usize) -> Self {
+        Self { first_row: self.first_row.wrapping_add(first_row as u32), ..self }
     }
 
     /// The 24 random bits at (`row`, `column`): the definition that every kernel reproduces.
@@ -44,13 +54,19 @@ impl RandomKey {
     /// The state shared by a row's bits.
     pub(crate) fn row(self, row: u32) -> RowBits {
         let (row_keys, keys) = self.round_keys();
+        let row = row.wrapping_add(self.first_row);
         let (left, right) = feistel(row & 0xffff, row >> 16, row_keys);
         RowBits { left, right, keys }
     }
 
+    #[cfg(feature = "cuda")]
+    pub(crate) fn first_row(self) -> u32 {
+        self.first_row
+    }
+
     /// 32 bits of the key itself.
     pub(crate) fn word(self) -> u32 {
-        self.0 as u32
+        self.key as u32
     }
 
     /// The encrypted row index, two halves in one word: a permutation of all rows.
@@ -70,7 +86,7 @@ impl RandomKey {
             let more = mix(word);
             std::array::from_fn(|at| ((if at < 4 { word >> (16 * at) } else { more }) & 0xffff) as u32)
         };
-        (expand(self.0), expand(mix(self.0 ^ 0xa409_3822_299f_31d0)))
+        (expand(self.key), expand(mix(self.key ^ 0xa409_3822_299f_31d0)))
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) fn halves_of_rows<B: Backend>(
 ) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>) {
     let (row_keys, column_keys) = key.round_keys();
     let (device, [count]) = (&rows.device(), rows.dims());
-    let row = rows.reshape([count, 1]);
+    let row = rows.add_scalar(key.first_row as i32).reshape([count, 1]);
     let rows = count;
     let column = Tensor::<B, 1, Int>::arange(0..columns as i64, device).reshape([1, columns]);
     // Shifting a negative number fills with ones.

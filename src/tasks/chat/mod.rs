@@ -10,7 +10,7 @@ use std::path::Path;
 use burn::tensor::Tensor;
 use fireclay_datasets::conversations::{Conversation, Conversations, Layout};
 use fireclay_datasets::{BatchKey, TokenBatch, Tokenizer};
-use fireclay_kernels::{Backend, HeadLossOptions, RandomKey};
+use fireclay_kernels::{Backend, Collective, HeadLossOptions, RandomKey, Rank, all_reduce};
 use fireclay_model::{Transformer, TransformerConfig};
 use rayon::prelude::*;
 
@@ -142,9 +142,9 @@ impl Chat {
     pub(super) fn batch(&self, key: BatchKey, rows: usize) -> TokenBatch {
         let count = self.train.rows.len() as u64;
         let mut order: (u64, Vec<usize>) = (u64::MAX, Vec::new());
-        let chosen: Vec<usize> = (key.rows(rows))
+        let chosen: Vec<usize> = (0..rows as u64)
             .map(|row| {
-                let row = key.step * key.ranks * rows as u64 + row;
+                let row = key.step * rows as u64 + row;
                 let epoch = row / count;
                 if order.0 != epoch {
                     order = (epoch, shuffled(count as usize, key.seed, epoch));
@@ -162,16 +162,22 @@ impl Chat {
         batch_size: usize,
         tokens: usize,
         device: &B::Device,
+        collective: &Collective,
     ) -> Result<f64, Failure> {
+        let Rank { rank, ranks } = collective.rank();
         let rows: Vec<usize> = (0..self.valid.rows.len()).take(tokens.div_ceil(self.valid.seq_length).max(1)).collect();
         let batches: Vec<TokenBatch> = rows.chunks(batch_size).map(|rows| self.valid.batch(rows)).collect();
         let total: usize = batches.iter().map(TokenBatch::target_count).sum();
         let mut sum = Tensor::<B, 1>::zeros([1], device);
-        for batch in &batches {
+        for batch in batches.iter().skip(rank).step_by(ranks) {
             let share = batch.target_count() as f64 / total.max(1) as f64;
             sum = sum + language::loss(model, batch, HeadLossOptions::new().with_weight(share), device);
         }
-        Ok(read_scalars(vec![sum])?[0])
+        Ok(read_scalars(all_reduce(vec![sum], collective))?[0])
+    }
+
+    pub(super) fn checksum(&self) -> Result<String, Failure> {
+        Ok(self.folder.tokenizer.sha256()?)
     }
 
     /// What is trained on, and how much of it is supervised.

@@ -4,15 +4,20 @@
 //! `with_update`. Its state is saved under `<optimizer>.<state>.<parameter>`.
 
 mod adamw;
+mod share;
+
+use std::ops::Range;
 
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use fireclay_kernels::{Backend, Rank, all_reduce, reshape};
+use fireclay_kernels::{Backend, reshape};
 use fireclay_model::{Transformer, trained_parameters};
 
-use crate::recipe::schema::OptimizerKind;
+pub use self::share::Sharding;
+use self::share::{Share, gather, reduce};
+use crate::recipe::schema::{OptimizerKind, Shard};
 
 /// Evaluates an expression with `$name` as the [`Update`] of an optimizer kind.
 macro_rules! with_update {
@@ -45,7 +50,7 @@ pub struct Settings {
     pub step: u64,
 }
 
-/// A parameter in a step. Tensors are flattened, `[elements]`, and f32, except for the copy.
+/// A parameter in a step, or a rank's elements of one. Tensors are flattened, `[elements]`, and f32, except for the copy.
 struct Parameter<B: Backend> {
     /// The parameter's shape.
     shape: Vec<usize>,
@@ -66,9 +71,13 @@ trait Update<B: Backend> {
     /// Its state per parameter: f32, of the parameter's size, initially zero.
     const STATE: &'static [&'static str];
 
-    /// The parameters after a step, in order, and the global gradient norm before clipping, `[1]`,
-    /// on the device.
-    fn update(parameters: Vec<Parameter<B>>, settings: &Settings) -> (Vec<Parameter<B>>, Tensor<B, 1>);
+    /// The parameters after a step, in their order, and the global norm of the gradients before clipping, `[1]`, on the device: `norm`
+    /// where it is given, as these are a part of all then.
+    fn update(
+        parameters: Vec<Parameter<B>>,
+        settings: &Settings,
+        norm: Option<Tensor<B, 1>>,
+    ) -> (Vec<Parameter<B>>, Tensor<B, 1>);
 }
 
 /// Gradients of the trained parameters in the order of [`trained_parameters`], each flattened;
@@ -96,15 +105,9 @@ impl<B: Backend> ParameterGradients<B> {
         Self(taker.taken)
     }
 
-    /// The sums over all ranks, equal on each of them.
-    pub(crate) fn sum_over_ranks(self, rank: Rank) -> Self {
-        let Self(mut all) = self;
-        let parts: Vec<_> = all.iter_mut().flatten().collect();
-        let sums = all_reduce(parts.iter().map(|part| (**part).clone()).collect(), rank);
-        for (part, sum) in parts.into_iter().zip(sums) {
-            *part = sum;
-        }
-        Self(all)
+    /// Of parameters that took no part.
+    pub(crate) fn none(model: &Transformer<Autodiff<B>>) -> Self {
+        Self(trained_ids(model).iter().map(|_| None).collect())
     }
 
     /// One per parameter.
@@ -119,7 +122,12 @@ struct Kept<B: Backend> {
     id: ParamId,
     name: String,
     shape: Vec<usize>,
+    /// The elements that this rank updates, and has the state of.
+    share: Share,
     state: Vec<Tensor<B, 1>>,
+    /// Where that is a part: its values, and of the copy, once there is one. The model has the whole copy; of a parameter with a copy
+    /// it has the values that others update only after [`Optimizer::complete`].
+    own: Option<(Tensor<B, 1>, Option<Tensor<B, 1>>)>,
 }
 
 /// An optimizer, with its state for every trained parameter.
@@ -128,41 +136,82 @@ pub struct Optimizer<B: Backend> {
     kind: OptimizerKind,
     kept: Vec<Kept<B>>,
     steps: u64,
+    sharding: Sharding,
+    /// Whether the model lacks values that others have updated.
+    incomplete: bool,
+}
+
+/// A tensor that an optimizer keeps for a parameter, of which each rank may have a part.
+pub struct StateTensor<'a, B: Backend> {
+    /// The name that it is saved under.
+    pub name: String,
+    share: Share,
+    own: &'a Tensor<B, 1>,
+    sharding: &'a Sharding,
+}
+
+impl<B: Backend> StateTensor<'_, B> {
+    /// Elements of the whole.
+    pub fn elements(&self) -> usize {
+        self.share.elements
+    }
+
+    /// The whole. All ranks ask for it, in the same order.
+    pub fn whole(&self) -> Tensor<B, 1> {
+        match self.share.is_part() {
+            true => gather(vec![self.own.clone()], &[self.share], &self.sharding.collective).remove(0),
+            false => self.own.clone(),
+        }
+    }
 }
 
 impl<B: Backend> Optimizer<B> {
     /// For the currently trained parameters of a model.
     pub fn new(kind: OptimizerKind, model: &Transformer<Autodiff<B>>) -> Self {
-        let count = with_update!(kind, U => <U as Update<B>>::STATE.len());
-        let kept = trained_parameters(model).into_iter().map(|(name, id, shape, value)| {
-            let zeros = value.inner().zeros_like();
-            Kept { id, name, shape, state: (0..count).map(|_| zeros.zeros_like()).collect() }
-        });
-        Self { kind, kept: kept.collect(), steps: 0 }
+        Self::of_rank(kind, model, Sharding::only())
     }
 
-    /// All state, by its name in checkpoints.
-    pub fn state(&self) -> impl Iterator<Item = (String, &Tensor<B, 1>)> {
+    /// The same for one of several ranks.
+    pub fn of_rank(kind: OptimizerKind, model: &Transformer<Autodiff<B>>, sharding: Sharding) -> Self {
+        let count = with_update!(kind, U => <U as Update<B>>::STATE.len());
+        let kept = trained_parameters(model).into_iter().map(|(name, id, shape, value)| {
+            let share = Share::of(&shape, sharding.collective.rank());
+            let share = if sharding.shard == Shard::Optimizer { share } else { share.whole() };
+            let value = value.inner();
+            let own = share.is_part().then(|| (share.cut(value.clone()), None));
+            let zeros = || Tensor::zeros([share.len()], &value.device());
+            Kept { id, name, shape, share, state: (0..count).map(|_| zeros()).collect(), own }
+        });
+        Self { kind, kept: kept.collect(), steps: 0, sharding, incomplete: false }
+    }
+
+    /// All that it keeps.
+    pub fn state(&self) -> impl Iterator<Item = StateTensor<'_, B>> {
         let (optimizer, names) = with_update!(self.kind, U => (<U as Update<B>>::NAME, <U as Update<B>>::STATE));
-        self.kept.iter().flat_map(move |Kept { name, state, .. }| {
-            names.iter().zip(state).map(move |(what, tensor)| (format!("{optimizer}.{what}.{name}"), tensor))
+        let sharding = &self.sharding;
+        self.kept.iter().flat_map(move |Kept { name, share, state, .. }| {
+            names.iter().zip(state).map(move |(what, own)| {
+                let name = format!("{optimizer}.{what}.{name}");
+                StateTensor { name, share: *share, own, sharding }
+            })
         })
     }
 
-    /// Restores state and step count of an earlier run; `read` returns the tensor of a name and a
-    /// size.
+    /// With the state and the number of steps of an earlier run; `read` gives the elements in two ranges, one after the other, of the
+    /// tensor of a name and a size.
     ///
     /// # Errors
     /// Any error of `read`.
     pub fn with_state<E>(
         mut self,
         steps: u64,
-        mut read: impl FnMut(&str, usize) -> Result<Tensor<B, 1>, E>,
+        mut read: impl FnMut(&str, usize, [Range<usize>; 2]) -> Result<Tensor<B, 1>, E>,
     ) -> Result<Self, E> {
-        let names: Vec<(String, usize)> = self.state().map(|(name, tensor)| (name, tensor.dims()[0])).collect();
+        let wanted: Vec<_> =
+            self.state().map(|tensor| (tensor.name, tensor.share.elements, tensor.share.ranges())).collect();
         let tensors = self.kept.iter_mut().flat_map(|kept| &mut kept.state);
-        for (tensor, (name, size)) in tensors.zip(names) {
-            *tensor = read(&name, size)?;
+        for (tensor, (name, size, ranges)) in tensors.zip(wanted) {
+            *tensor = read(&name, size, ranges)?;
         }
         self.steps = steps;
         Ok(self)
@@ -182,17 +231,23 @@ impl<B: Backend> Optimizer<B> {
         gradients: ParameterGradients<B>,
         settings: Settings,
     ) -> (Transformer<Autodiff<B>>, Tensor<B, 1>) {
-        let norm = self.update(&mut model, gradients, settings);
+        let number = Tensor::zeros([1], &self.device(&model));
+        let (norm, _) = self.update(&mut model, gradients, settings, number);
         (model, norm)
     }
 
-    /// [`step`](Self::step), in place.
+    fn device(&self, model: &Transformer<Autodiff<B>>) -> B::Device {
+        model.embedding.val().device()
+    }
+
+    /// [`step`](Self::step) of a model in its place, with the sum over all ranks of a `number`, `[1]`.
     pub(crate) fn update(
         &mut self,
         model: &mut Transformer<Autodiff<B>>,
         gradients: ParameterGradients<B>,
         settings: Settings,
-    ) -> Tensor<B, 1> {
+        number: Tensor<B, 1>,
+    ) -> (Tensor<B, 1>, Tensor<B, 1>) {
         let (trained, gradients) = (trained_ids(model), gradients.into_inner());
         let own = self.kept.iter().map(|kept| kept.id);
         assert!(
@@ -203,29 +258,109 @@ impl<B: Backend> Optimizer<B> {
         self.steps += 1;
         let mut copies = model.take_copies();
         let (values, ids) = take_values(model);
-        let parameters = values.into_iter().zip(&ids).zip(gradients).zip(&mut self.kept);
-        let parameters = parameters.map(|(((value, id), gradient), kept)| Parameter {
-            shape: kept.shape.clone(),
-            decays: kept.shape.len() > 1,
-            gradient: gradient.unwrap_or_else(|| value.zeros_like()),
-            state: std::mem::take(&mut kept.state),
-            copy: copies.remove(id).map(|copy| flat(copy.inner())),
-            value,
-        });
-        let (parameters, settings) = (parameters.collect(), Settings { step: self.steps, ..settings });
-        let (updated, norm) = with_update!(self.kind, U => U::update(parameters, &settings));
+        let gradients = gradients.into_iter().zip(&values);
+        let gradients = gradients.map(|(gradient, value)| gradient.unwrap_or_else(|| value.zeros_like())).collect();
+        let (gradients, norm, number) = match self.sharding.has_others() {
+            true => {
+                let rank = self.sharding.collective.rank();
+                let shares: Vec<Share> = self.kept.iter().map(|kept| Share::of(&kept.shape, rank)).collect();
+                let (sums, norm, number) = reduce(gradients, &shares, number, &self.sharding);
+                (sums, Some(norm), number)
+            }
+            false => (gradients, None, number),
+        };
+        // Of a parameter of which this rank has a part the model's value waits here, or is of no use any more.
+        let mut wholes = Vec::with_capacity(values.len());
+        let mut parameters = Vec::with_capacity(values.len());
+        for (((value, id), gradient), kept) in values.into_iter().zip(&ids).zip(gradients).zip(&mut self.kept) {
+            let copy = copies.remove(id).map(|copy| flat(copy.inner()));
+            let (value, copy, whole) = match kept.own.take() {
+                None => (value, copy, None),
+                Some((own, own_copy)) => {
+                    let own_copy = own_copy.or_else(|| copy.as_ref().map(|copy| own.clone().cast(copy.dtype())));
+                    let whole = own_copy.is_some().then_some(value);
+                    (own, own_copy, Some(whole))
+                }
+            };
+            wholes.push(whole);
+            let state = std::mem::take(&mut kept.state);
+            parameters.push(Parameter {
+                shape: kept.shape.clone(),
+                decays: kept.shape.len() > 1,
+                value,
+                gradient,
+                state,
+                copy,
+            });
+        }
+        let settings = Settings { step: self.steps, ..settings };
+        let (updated, norm) = with_update!(self.kind, U => U::update(parameters, &settings, norm));
         let mut values = Vec::with_capacity(updated.len());
-        for ((parameter, id), kept) in updated.into_iter().zip(ids).zip(&mut self.kept) {
-            kept.state = parameter.state;
-            copies.extend(parameter.copy.map(|copy| {
-                let [rows, columns] = parameter.shape[..] else { panic!("only matrices have copies") };
+        let (mut parts, mut shares, mut places) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()], Vec::new());
+        for ((parameter, kept), whole) in updated.into_iter().zip(&mut self.kept).zip(wholes) {
+            let Parameter { shape, value, state, copy, .. } = parameter;
+            kept.state = state;
+            let (value, copy) = match whole {
+                None => (Some(value), copy),
+                Some(whole) => {
+                    // What operations read is made whole now: the copy, where there is one.
+                    let kind = usize::from(copy.is_some());
+                    places.push((values.len(), kind, parts[kind].len()));
+                    parts[kind].push(copy.clone().unwrap_or_else(|| value.clone()));
+                    shares[kind].push(kept.share);
+                    kept.own = Some((value, copy));
+                    (whole, None)
+                }
+            };
+            values.push((value, copy, shape));
+        }
+        let collective = &self.sharding.collective;
+        let [of_values, of_copies] = parts;
+        self.incomplete |= !of_copies.is_empty();
+        let mut gathered =
+            [of_values, of_copies].into_iter().zip(&shares).map(|(parts, shares)| match parts.is_empty() {
+                true => Vec::new(),
+                false => gather(parts, shares, collective),
+            });
+        let gathered: [Vec<_>; 2] = std::array::from_fn(|_| gathered.next().unwrap_or_default());
+        for (at, kind, number) in places {
+            let whole = Some(gathered[kind][number].clone());
+            if kind == 0 { values[at].0 = whole } else { values[at].1 = whole }
+        }
+        drop(gathered);
+        let mut whole_values = Vec::with_capacity(values.len());
+        for ((value, copy, shape), id) in values.into_iter().zip(ids) {
+            copies.extend(copy.map(|copy| {
+                let [rows, columns] = shape[..] else { panic!("only matrices have copies") };
                 (id, Tensor::from_inner(reshape(copy, [rows, columns])))
             }));
-            values.push((parameter.value, parameter.shape));
+            whole_values.push((value.expect("gathered, or never parted"), shape));
         }
-        put_values(model, values);
+        put_values(model, whole_values);
         model.put_copies(copies);
-        norm
+        (norm, number)
+    }
+
+    /// Gives the model the values of its parameters that other ranks have updated, where it does not have them yet. All ranks call it.
+    pub(crate) fn complete(&mut self, model: &mut Transformer<Autodiff<B>>) {
+        if !std::mem::replace(&mut self.incomplete, false) {
+            return;
+        }
+        let copies = model.take_copies();
+        let (values, _) = take_values(model);
+        let mut completed = Vec::with_capacity(values.len());
+        for (value, kept) in values.into_iter().zip(&self.kept) {
+            let value = match &kept.own {
+                Some((own, Some(_))) => {
+                    drop(value);
+                    gather(vec![own.clone()], &[kept.share], &self.sharding.collective).remove(0)
+                }
+                _ => value,
+            };
+            completed.push((value, kept.shape.clone()));
+        }
+        put_values(model, completed);
+        model.put_copies(copies);
     }
 }
 

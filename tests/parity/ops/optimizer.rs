@@ -1,7 +1,8 @@
 //! The optimizer against the reference.
 
 use burn::tensor::Tensor;
-use fireclay_kernels::{AdamW, AdamWParameter, optimizer_step};
+use fireclay_kernels::operands::GradientNorm;
+use fireclay_kernels::{AdamW, AdamWParameter, gradient_norm, optimizer_step, optimizer_step_of, reference};
 
 use crate::backend_test;
 use crate::compare::{assert_close, random, values};
@@ -107,5 +108,37 @@ backend_test!(optimizer_step_takes_many_parameters_and_leaves_what_others_hold::
     assert!(values(&norm)[0].is_nan());
     for parameter in &broken {
         assert!(values(&parameter.value).iter().all(|value| value.is_nan()), "NaN must not vanish");
+    }
+});
+
+backend_test!(a_part_of_the_parameters_is_clipped_by_the_norm_of_all::<B>(device) {
+    let adamw = AdamW {
+        learning_rate: 0.01,
+        beta_1: 0.9,
+        beta_2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        max_grad_norm: Some(0.5),
+        step: 1,
+    };
+    let parameter = |size: usize| AdamWParameter::<B> {
+        value: random(size as u64, [size], &device),
+        gradient: random(7 + size as u64, [size], &device),
+        // In the sums of two steps the size of a clipped gradient shows, which one step divides away.
+        first_moment: random(11 + size as u64, [size], &device),
+        second_moment: random::<B, 1>(13 + size as u64, [size], &device).powi_scalar(2),
+        decays: true,
+        copy: None,
+    };
+    let all = || [3, 65, 1000, 40_001].map(parameter).to_vec();
+    let gradients: Vec<Tensor<B, 1>> = all().into_iter().map(|parameter| parameter.gradient).collect();
+    let norm = gradient_norm(gradients.clone());
+    assert_close("the norm", &norm, &reference::gradient_norm(GradientNorm { gradients }), 1e-5);
+    let (wanted, whole) = plain::optimizer_step(all(), &adamw);
+    for (at, wanted) in wanted.iter().enumerate() {
+        let (part, told) = optimizer_step_of(vec![all().swap_remove(at)], &adamw, Some(norm.clone()));
+        assert_close("the norm of all", &told, &whole, 1e-5);
+        assert_close(&format!("parameter {at}"), &part[0].value, &wanted.value, 1e-5);
+        assert_close(&format!("moment {at}"), &part[0].first_moment, &wanted.first_moment, 1e-5);
     }
 });

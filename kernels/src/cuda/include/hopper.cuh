@@ -483,6 +483,8 @@ __device__ __forceinline__ void matrices_load(u32 (&matrices)[4], u32 address) {
 // `kept`, the bits of an f32.
 struct DropoutInfo {
     u64 threshold, kept;
+    // Added to the number of a row.
+    u64 first_row;
     // Of the rounds of both ciphers.
     u64 row_keys[5], column_keys[5];
 
@@ -501,6 +503,7 @@ __device__ __forceinline__ u32 cipher_round(u32 state, u32 key, u32 multiplier) 
 // A row, ready for pairs of columns that have the same `column >> 17`: its state behind the first
 // round of a pair 0, the right half mixed with the next round's key.
 __device__ __forceinline__ u32 random_row(const DropoutInfo& dropout, u32 row, int column) {
+    row += static_cast<u32>(dropout.first_row);
     #pragma unroll
     for (int round = 0; round < 5; round++) {
         row = cipher_round(row, static_cast<u32>(dropout.row_keys[round]), MULTIPLIERS[round]);

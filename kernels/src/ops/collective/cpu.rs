@@ -1,4 +1,4 @@
-//! One rank on the CPU.
+//! On the CPU, through the memory of the hosts.
 
 use burn_ndarray::NdArray;
 

@@ -43,8 +43,9 @@ impl Dropout {
     pub(crate) fn words(dropout: Option<Self>) -> impl Iterator<Item = u32> {
         let threshold = dropout.map_or(0, |dropout| dropout.threshold());
         let scale = dropout.map_or(1.0, |dropout| dropout.scale() as f32).to_bits();
-        let (rows, columns) = dropout.map_or(RandomKey::new(0), |dropout| dropout.key).round_keys();
-        [threshold, scale].into_iter().chain(rows).chain(columns)
+        let key = dropout.map_or(RandomKey::new(0), |dropout| dropout.key);
+        let (rows, columns) = key.round_keys();
+        [threshold, scale, key.first_row()].into_iter().chain(rows).chain(columns)
     }
 }
 

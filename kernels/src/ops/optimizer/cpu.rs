@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{AdamWParameter, OptimizerOps, OptimizerStep, Stepped};
+use super::{AdamWParameter, GradientNorm, OptimizerOps, OptimizerStep, Stepped};
 use crate::checked::Checked;
 use crate::cpu::{Values, sum_of, tensor, vectorised};
 
@@ -15,11 +15,15 @@ impl OptimizerOps for NdArray {
     fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
         optimizer_step(operands.into_inner())
     }
+
+    fn gradient_norm(operands: Checked<GradientNorm<Self>>) -> Tensor<Self, 1> {
+        tensor(vec![norm_of(operands.into_inner().gradients.into_iter())], [1])
+    }
 }
 
-fn optimizer_step(OptimizerStep { parameters, adamw }: OptimizerStep<'_, NdArray>) -> Stepped<NdArray> {
-    let square = |parameter: &AdamWParameter<NdArray>| {
-        let gradient = Values::rows(parameter.gradient.clone());
+fn norm_of(gradients: impl Iterator<Item = Tensor<NdArray, 1>>) -> f32 {
+    let square = |gradient: Tensor<NdArray, 1>| {
+        let gradient = Values::rows(gradient);
         let sum = |piece: &[f32]| {
             f64::from(vectorised(
                 #[inline(always)]
@@ -29,7 +33,14 @@ fn optimizer_step(OptimizerStep { parameters, adamw }: OptimizerStep<'_, NdArray
         let pieces: Vec<f64> = gradient.par_chunks(PIECE).map(sum).collect();
         pieces.iter().sum::<f64>()
     };
-    let norm = parameters.iter().map(square).sum::<f64>().sqrt() as f32;
+    gradients.map(square).sum::<f64>().sqrt() as f32
+}
+
+fn optimizer_step(OptimizerStep { parameters, adamw, norm }: OptimizerStep<'_, NdArray>) -> Stepped<NdArray> {
+    let norm = match norm {
+        Some(norm) => norm.into_scalar(),
+        None => norm_of(parameters.iter().map(|parameter| parameter.gradient.clone())),
+    };
     // The same 1e-6 as in PyTorch's clip_grad_norm_. NaN must propagate to the parameters, not
     // vanish in a minimum.
     let clip = adamw.max_grad_norm.map_or(1.0, |max| {

@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{AdamW, AdamWParameter, OptimizerOps, OptimizerStep, Stepped};
+use super::{AdamW, AdamWParameter, GradientNorm, OptimizerOps, OptimizerStep, Stepped};
 use crate::checked::Checked;
 use crate::cubecl::{array, contiguous, empty, grid, vector_width};
 use crate::tensor::{float, primitive};
@@ -60,9 +60,9 @@ where
     BT: BoolElement,
 {
     fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
-        let OptimizerStep { parameters, adamw } = operands.into_inner();
+        let OptimizerStep { parameters, adamw, norm } = operands.into_inner();
         if parameters.is_empty() {
-            return (parameters, Tensor::zeros([1], &Self::Device::default()));
+            return (parameters, norm.unwrap_or_else(|| Tensor::zeros([1], &Self::Device::default())));
         }
         let parameters: Vec<Parameter<R>> = parameters
             .into_iter()
@@ -75,7 +75,7 @@ where
                 copy: parameter.copy.map(|copy| writable(primitive(copy))),
             })
             .collect();
-        let norm = step(&parameters, adamw);
+        let norm = step(&parameters, adamw, norm.map(|norm| contiguous(primitive(norm))));
         let parameters = parameters.into_iter().map(|parameter| AdamWParameter {
             value: float(parameter.value),
             gradient: float(parameter.gradient),
@@ -86,12 +86,32 @@ where
         });
         (parameters.collect(), float(norm))
     }
+
+    fn gradient_norm(operands: Checked<GradientNorm<Self>>) -> Tensor<Self, 1> {
+        let gradients = operands.into_inner().gradients.into_iter().map(|gradient| contiguous(primitive(gradient)));
+        // Only gradients are read.
+        let alone = |gradient: CubeTensor<R>| Parameter {
+            value: gradient.clone(),
+            first_moment: gradient.clone(),
+            second_moment: gradient.clone(),
+            gradient,
+            decays: false,
+            copy: None,
+        };
+        let parameters: Vec<Parameter<R>> = gradients.map(alone).collect();
+        let squares = squares(&parameters, &groups(&parameters));
+        float(clip(squares, None).0)
+    }
 }
 
-/// Updates the parameters in place, and returns the norm of their gradients.
-fn step<R: CubeRuntime>(parameters: &[Parameter<R>], adamw: &AdamW) -> CubeTensor<R> {
+/// Updates the parameters in place, and returns the norm of their gradients, or `norm`, that of all.
+fn step<R: CubeRuntime>(parameters: &[Parameter<R>], adamw: &AdamW, norm: Option<CubeTensor<R>>) -> CubeTensor<R> {
     let groups = groups(parameters);
-    let (norm, clip) = clip(parameters, &groups, adamw.max_grad_norm);
+    let squares = match norm {
+        Some(norm) => (burn_cubecl::ops::numeric::mul(norm.clone(), norm), 1),
+        None => squares(parameters, &groups),
+    };
+    let (norm, clip) = clip(squares, adamw.max_grad_norm);
     for group in &groups {
         update(parameters, group, &clip, adamw);
     }
@@ -164,12 +184,8 @@ impl Group {
     }
 }
 
-/// The global gradient norm, and the factor that clips it.
-fn clip<R: CubeRuntime>(
-    parameters: &[Parameter<R>],
-    groups: &[Group],
-    max_grad_norm: Option<f64>,
-) -> (CubeTensor<R>, CubeTensor<R>) {
+/// Numbers, the first so many of which add up to the squares of all gradients.
+fn squares<R: CubeRuntime>(parameters: &[Parameter<R>], groups: &[Group]) -> (CubeTensor<R>, u32) {
     let like = &parameters[0].value;
     let layouts: Vec<_> = groups.iter().map(|group| group.layout(parameters, SQUARES * UNITS)).collect();
     let pieces = |starts: &[u32]| starts[starts.len() - 1];
@@ -194,6 +210,15 @@ fn clip<R: CubeRuntime>(
         }
         offset += pieces(starts);
     }
+    (partials, count)
+}
+
+/// The norm of gradients, by numbers that add up to their squares, and the factor that clips them.
+fn clip<R: CubeRuntime>(
+    (partials, count): (CubeTensor<R>, u32),
+    max_grad_norm: Option<f64>,
+) -> (CubeTensor<R>, CubeTensor<R>) {
+    let like = &partials;
     let (norm, clip) = (empty(like, [1], DType::F32), empty(like, [1], DType::F32));
     // SAFETY: the one cube reads the `count` partial sums and writes one number to each output.
     unsafe {

@@ -10,7 +10,7 @@ pub(crate) mod reference;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 
-use crate::checked::{Checked, Operands};
+use crate::checked::{Checked, Operands, part};
 use crate::mutation::parts;
 use crate::recorder::{self, Call, Operand};
 use crate::selection::dispatch;
@@ -62,11 +62,37 @@ pub struct OptimizerStep<'a, B: Backend> {
     pub parameters: Vec<AdamWParameter<B>>,
     /// The hyperparameters.
     pub adamw: &'a AdamW,
+    /// The norm of all gradients, `[1]` f32, where these are a part of them.
+    pub norm: Option<Tensor<B, 1>>,
+}
+
+/// What [`gradient_norm`] works on.
+#[derive(Clone, Debug)]
+pub struct GradientNorm<B: Backend> {
+    /// At least one.
+    pub gradients: Vec<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Operands for GradientNorm<B> {
+    fn check(&self) {
+        let op = "gradient_norm";
+        assert!(!self.gradients.is_empty(), "{op}: there are no gradients");
+        let device = self.gradients[0].device();
+        for gradient in &self.gradients {
+            part(op, "a gradient", gradient).of(DType::F32);
+            let own = gradient.device();
+            assert!(own == device, "{op}: a gradient lies on {own:?}, others on {device:?}");
+        }
+    }
 }
 
 impl<B: Backend> Operands for OptimizerStep<'_, B> {
     fn check(&self) {
         let op = "optimizer_step";
+        if let Some(norm) = &self.norm {
+            part(op, "norm", norm).of(DType::F32);
+            assert!(norm.dims() == [1], "{op}: norm {:?} is to be [1]", norm.dims());
+        }
         let mut copies = None;
         let device = self.parameters.first().map(|first| first.value.device());
         for AdamWParameter { value, gradient, first_moment, second_moment, copy, .. } in &self.parameters {
@@ -107,6 +133,11 @@ pub trait OptimizerOps: Backend {
     fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
         reference::optimizer_step(operands.into_inner())
     }
+
+    /// Body of [`gradient_norm`].
+    fn gradient_norm(operands: Checked<GradientNorm<Self>>) -> Tensor<Self, 1> {
+        reference::gradient_norm(operands.into_inner())
+    }
 }
 
 /// One step of AdamW over all `parameters`: returns the updated parameters, whose gradients are
@@ -116,6 +147,19 @@ pub trait OptimizerOps: Backend {
 /// If values, gradients or moments are not f32, copies have several dtypes, the tensors of a
 /// parameter differ in length, or they are on several devices.
 pub fn optimizer_step<B: OptimizerOps>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {
+    optimizer_step_of(parameters, adamw, None)
+}
+
+/// [`optimizer_step`] of a part of all parameters, as a rank has one: gradients are clipped by `norm`, `[1]` f32, that of all
+/// gradients, which is also what is returned.
+///
+/// # Panics
+/// As there, and if the norm is not one f32.
+pub fn optimizer_step_of<B: OptimizerOps>(
+    parameters: Vec<AdamWParameter<B>>,
+    adamw: &AdamW,
+    norm: Option<Tensor<B, 1>>,
+) -> Stepped<B> {
     let _op = recorder::op("optimizer_step", || {
         // Reads value, gradient and moments, writes value and moments, and reads the gradient once
         // more for its norm.
@@ -127,5 +171,15 @@ pub fn optimizer_step<B: OptimizerOps>(parameters: Vec<AdamWParameter<B>>, adamw
         let count = parameters.iter().map(|parameter| parameter.value.dims()[0]).sum::<usize>();
         Call { inputs: vec![Operand::new([count], DType::F32)], bytes, flops: 0 }
     });
-    dispatch!(B: OptimizerOps::optimizer_step(Checked::new(OptimizerStep { parameters, adamw })))
+    dispatch!(B: OptimizerOps::optimizer_step(Checked::new(OptimizerStep { parameters, adamw, norm })))
+}
+
+/// The norm of all gradients together, at least one, f32: `[1]` f32, on the device.
+///
+/// # Panics
+/// If there is none, or one is empty, not f32, or on another device.
+pub fn gradient_norm<B: OptimizerOps>(gradients: Vec<Tensor<B, 1>>) -> Tensor<B, 1> {
+    let _op =
+        recorder::op("gradient_norm", || Call::reads(gradients.iter().map(recorder::operand).collect::<Vec<_>>()));
+    dispatch!(B: OptimizerOps::gradient_norm(Checked::new(GradientNorm { gradients })))
 }

@@ -3,15 +3,12 @@
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
-use super::{AdamWParameter, OptimizerStep, Stepped};
+use super::{AdamWParameter, GradientNorm, OptimizerStep, Stepped};
 
 /// Reference of [`optimizer_step`](crate::optimizer_step()).
-pub fn optimizer_step<B: Backend>(OptimizerStep { parameters, adamw }: OptimizerStep<'_, B>) -> Stepped<B> {
-    let squares = parameters.iter().map(|parameter| parameter.gradient.clone().powi_scalar(2).sum());
-    let norm = match squares.reduce(|sum, square| sum + square) {
-        Some(sum) => sum.sqrt(),
-        None => return (parameters, Tensor::zeros([1], &B::Device::default())),
-    };
+pub fn optimizer_step<B: Backend>(OptimizerStep { parameters, adamw, norm }: OptimizerStep<'_, B>) -> Stepped<B> {
+    let own = || norm_of(parameters.iter().map(|parameter| parameter.gradient.clone()));
+    let Some(norm) = norm.or_else(own) else { return (parameters, Tensor::zeros([1], &B::Device::default())) };
     // The same 1e-6 as in PyTorch's clip_grad_norm_.
     let clip = adamw.max_grad_norm.map(|max| norm.clone().add_scalar(1e-6).recip().mul_scalar(max).clamp_max(1.0));
     let step = adamw.step as i32;
@@ -35,4 +32,14 @@ pub fn optimizer_step<B: Backend>(OptimizerStep { parameters, adamw }: Optimizer
         AdamWParameter { value, gradient, first_moment, second_moment, decays: parameter.decays, copy }
     });
     (updated.collect(), norm)
+}
+
+/// Reference body of [`gradient_norm`](crate::gradient_norm()).
+pub fn gradient_norm<B: Backend>(GradientNorm { gradients }: GradientNorm<B>) -> Tensor<B, 1> {
+    norm_of(gradients.into_iter()).expect("at least one gradient")
+}
+
+fn norm_of<B: Backend>(gradients: impl Iterator<Item = Tensor<B, 1>>) -> Option<Tensor<B, 1>> {
+    let squares = gradients.map(|gradient| gradient.powi_scalar(2).sum());
+    squares.reduce(|sum, square| sum + square).map(Tensor::sqrt)
 }

@@ -1,0 +1,70 @@
+//! A run as any rank but the first takes part in it: it does what the first one says.
+
+use std::ops::ControlFlow;
+
+use fireclay_kernels::{Backend, Collective};
+
+use crate::backend::{OnBackend, RunContext};
+use crate::failure::Failure;
+use crate::training::checkpoint;
+use crate::training::parallel::{Begin, Command, Ranks};
+use crate::training::trainer::Trainer;
+
+/// A rank other than the first.
+pub struct Follower {
+    ranks: Ranks,
+}
+
+impl Follower {
+    /// Of these ranks.
+    pub fn new(ranks: Ranks) -> Self {
+        Self { ranks }
+    }
+}
+
+impl OnBackend for Follower {
+    type Output = ();
+
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
+        let followed = follow::<B>(&self.ranks, device);
+        match &followed {
+            Ok(()) => self.ranks.end(),
+            Err(failure) => self.ranks.failed(failure),
+        }
+        followed
+    }
+}
+
+fn follow<B: Backend>(ranks: &Ranks, device: B::Device) -> Result<(), Failure> {
+    let Begin { recipe, checkpoint, checksum } = match ranks.next()? {
+        Command::Begin(begin) => *begin,
+        _ => return Ok(()),
+    };
+    // The first rank has made the tokens, which are found where it keeps them, or made again.
+    let watch = &mut |_: &_, _| ControlFlow::Continue(());
+    let task = match &checkpoint {
+        Some((folder, _)) => recipe.task_of(folder, watch)?,
+        None => recipe.task_watched(watch)?,
+    };
+    if task.checksum()? != checksum {
+        return Err(Failure::new("the tokenizer or the labels are not those of rank 0: is the data the same here?"));
+    }
+    let collective = Collective::best::<B>(ranks.rank(), ranks.host(), &device).map_err(Failure::new)?;
+    ranks.watch(&collective);
+    let others = (ranks.clone(), collective);
+    let mut trainer = match &checkpoint {
+        Some((folder, step)) => checkpoint::read::<B>(folder, &recipe, *step, task, device, others)?,
+        None => Trainer::of_rank(&recipe, task, device, others.0, others.1)?,
+    };
+    loop {
+        match ranks.next()? {
+            Command::Step => drop(trainer.train_step()?),
+            Command::Complete => trainer.complete(),
+            // What is judged by its scores the first rank judges alone.
+            Command::Judge { .. } if trainer.task().has_scores() => trainer.complete(),
+            Command::Judge { tokens } => drop(trainer.evaluate(tokens)?),
+            Command::Save => trainer.follow_save(),
+            Command::Begin(_) | Command::End => return Ok(()),
+        }
+    }
+}

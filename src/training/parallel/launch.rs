@@ -1,0 +1,132 @@
+//! `--gpus N`: the program starts itself once for each rank, and ends all when one has failed.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::environment::WATCHED;
+use crate::failure::Failure;
+
+/// Time that the first rank has to tell of a failure before all are ended.
+const GRACE: Duration = Duration::from_secs(4);
+/// And the others to go once the first is done.
+const LAST: Duration = Duration::from_secs(10);
+
+/// Ranks that were started here.
+pub struct Launch {
+    children: Vec<(usize, Child)>,
+}
+
+impl Launch {
+    /// Starts `count` ranks of `all` on this machine, from `first` on, by the command that this process was started with. Rank 0 has
+    /// this process's terminal; what others write to stderr is shown with their ranks before it.
+    ///
+    /// # Errors
+    /// If a process cannot be started.
+    pub fn begin(count: usize, first: usize, all: usize, at: Option<(String, u16)>) -> Result<Self, Failure> {
+        let cannot = |error: std::io::Error| Failure::new(format!("ranks cannot be started: {error}"));
+        let program = std::env::current_exe().map_err(cannot)?;
+        let (host, port) = match at {
+            Some(at) => at,
+            None => {
+                let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
+                ("127.0.0.1".into(), free.map_err(cannot)?.port())
+            }
+        };
+        // On several machines all have to know it.
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        let word = if count == all { format!("{}-{since}", std::process::id()) } else { "several machines".into() };
+        let mut launch = Self { children: Vec::new() };
+        for local in 0..count {
+            let rank = first + local;
+            let mut command = Command::new(&program);
+            command.args(std::env::args_os().skip(1));
+            let numbers = [("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", all), ("MASTER_PORT", port.into())];
+            command.envs(numbers.map(|(name, number)| (name, number.to_string())));
+            command.env("MASTER_ADDR", &host).env(WATCHED, &word);
+            if rank > 0 {
+                // Its end is the end of this process, which the rank notices.
+                command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+                // Ctrl-C is for the first rank, which tells the others.
+                #[cfg(unix)]
+                std::os::unix::process::CommandExt::process_group(&mut command, 0);
+            }
+            let mut child = command.spawn().map_err(|error| {
+                launch.end();
+                cannot(error)
+            })?;
+            if let Some(stderr) = child.stderr.take() {
+                thread::spawn(move || {
+                    for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                        eprintln!("[rank {rank}] {line}");
+                    }
+                });
+            }
+            launch.children.push((rank, child));
+        }
+        Ok(launch)
+    }
+
+    /// The process that is told of signals, by its number: that of the lowest rank here.
+    pub fn leader(&self) -> u32 {
+        self.children.first().map_or(0, |(_, child)| child.id())
+    }
+
+    /// Waits for all; gives the exit code of the lowest rank here.
+    ///
+    /// # Errors
+    /// If a rank failed and could not tell of it itself.
+    pub fn wait(mut self) -> Result<u8, Failure> {
+        let mut ended: Vec<Option<ExitStatus>> = vec![None; self.children.len()];
+        let mut since: Option<(Instant, Duration)> = None;
+        loop {
+            for ((_, child), ended) in self.children.iter_mut().zip(&mut ended) {
+                if ended.is_none() {
+                    *ended = child.try_wait().map_err(|error| Failure::new(format!("a rank is lost: {error}")))?;
+                }
+            }
+            if ended.iter().all(Option::is_some) {
+                break;
+            }
+            let failed = ended.iter().flatten().any(|status| !status.success());
+            if let (None, Some(wait)) = (since, if failed { Some(GRACE) } else { ended[0].map(|_| LAST) }) {
+                since = Some((Instant::now(), wait));
+            }
+            // What the first rank tells is worth waiting for; once it is gone there is nothing to come.
+            let lost = ended[0].is_some_and(|status| !status.success());
+            if lost || since.is_some_and(|(begun, wait)| begun.elapsed() > wait) {
+                break;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        self.end();
+        let rank = self.children.first().map_or(0, |(rank, _)| *rank);
+        match ended[0] {
+            Some(status) => match status.code() {
+                Some(0) if ended.iter().any(|ended| ended.is_some_and(|status| !status.success())) => {
+                    Err(Failure::new("a rank failed behind the end of the run, which is saved"))
+                }
+                Some(code) => Ok(code.try_into().unwrap_or(1)),
+                None => Err(Failure::new(format!(
+                    "rank {rank} was killed ({status}), and the others ended with it: fireclay train --resume goes on from \
+                     the last checkpoint"
+                ))),
+            },
+            None => Err(Failure::new(format!(
+                "rank {rank} does not answer the others any more, and all are ended: fireclay train --resume goes on from \
+                 the last checkpoint"
+            ))),
+        }
+    }
+
+    /// Ends all that still run.
+    fn end(&mut self) {
+        for (_, child) in &mut self.children {
+            // One that has ended needs nothing.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
