@@ -248,7 +248,7 @@ fn a_full_disk_ends_all_ranks_with_one_line() {
     let mut shell = Command::new("sh");
     shell.envs(program().get_envs().filter_map(|(name, value)| Some((name, value?))));
     let output = shell.args(["-c", &command]).output().expect("a shell");
-    assert_one_line(output.status, &String::from_utf8_lossy(&output.stderr), &["is whole"]);
+    assert_one_line(output.status, &String::from_utf8_lossy(&output.stderr), &["the last checkpoint"]);
     resume(&out, &["--steps", "6"]);
 }
 
