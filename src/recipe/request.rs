@@ -48,7 +48,7 @@ impl RecipeRequest {
             Some(task) if task != recipe.task => {
                 let (name, wanted) = (&recipe.name, task.to_possible_value());
                 let wanted = wanted.as_ref().map_or("", |value| value.get_name());
-                Err(Failure::usage(format!("recipe {name} is for another task than {wanted}: leave out --task, or it")))
+                Err(Failure::usage(format!("recipe {name} is not for task {wanted}: leave out --task or the recipe")))
             }
             _ => Ok(recipe),
         }

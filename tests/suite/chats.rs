@@ -308,7 +308,7 @@ fn an_adapter_learns_to_answer_is_small_goes_on_and_merges() {
     let folder = folder.path();
     base_and_chats(folder);
     // The base knows the template's tokens then, so that nothing but the adapter is trained.
-    assert!(tune(folder, "base2", &["steps=60"]).status.success());
+    assert!(tune(folder, "base2", &["steps=120"]).status.success());
     write_chats(folder, 1);
     let lora = ["init=base2", "adapter=lora", "rank=8", "steps=60", "learning_rate=1e-2", "checkpoint_every=30"];
     let run = tune(folder, "run", &lora);

@@ -175,10 +175,10 @@ backend_test!(keys_that_nobody_knows_are_named_and_weights_that_are_quantized_re
     let folder = llama::<B>(more, |_| {}, &device);
     let unknown = ModelFolder::new(folder.path()).unknown_keys().expect("a config");
     assert_eq!(unknown, ["logit_scale", "rope_scaling.warp"]);
-    let more = serde_json::json!({ "quantization_config": { "quant_method": "gptq" } });
+    let more = serde_json::json!({ "quantization_config": { "quant_method": "hqq" } });
     let folder = llama::<B>(more, |_| {}, &device);
-    let refused = ModelFolder::new(folder.path()).load::<B>(&device).expect_err("no GPTQ").to_string();
-    assert!(refused.contains("quantization_config") && refused.contains("gptq"), "{refused}");
+    let refused = ModelFolder::new(folder.path()).load::<B>(&device).expect_err("no HQQ").to_string();
+    assert!(refused.contains("quantization_config") && refused.contains("hqq"), "{refused}");
 });
 
 backend_test!(norms_of_the_oldest_checkpoints_are_found_by_their_old_names::<B>(device) {

@@ -113,12 +113,12 @@ impl<'a, R: Read> Rows<'a, R> {
         }
     }
 
-    /// The next row, of as many fields as the first row names columns.
+    /// The next row, with as many fields as the header names columns.
     fn row_like(&mut self, header: &ByteRecord) -> Result<Option<ByteRecord>, DataError> {
         let Some(row) = self.row()? else { return Ok(None) };
         if row.len() != header.len() {
             let (found, wanted) = (row.len(), header.len());
-            return Err(self.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
+            return Err(self.malformed(format!("has {found} fields, but the header names {wanted} columns")));
         }
         Ok(Some(row))
     }
