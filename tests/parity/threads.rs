@@ -73,6 +73,6 @@ fn tensors_of_another_thread_are_refused_where_threads_have_streams_of_their_own
         assert!(output.status.success(), "the CPU has no streams: {said}");
     } else {
         assert!(!output.status.success(), "it was not refused: {said}");
-        assert!(said.contains("linear: a tensor of another thread"), "{said}");
+        assert!(said.contains("linear: the tensor belongs to another thread"), "{said}");
     }
 }

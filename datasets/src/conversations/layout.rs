@@ -234,8 +234,11 @@ fn share_gpt(value: Value) -> Result<Turns, String> {
     Ok(all)
 }
 
+/// An object and its number, from 1.
+type Numbered = (usize, Map<String, Value>);
+
 /// The objects of an array, numbered from 1.
-fn objects(value: Value, field: &str) -> Result<Vec<(usize, Map<String, Value>)>, String> {
+fn objects(value: Value, field: &str) -> Result<Vec<Numbered>, String> {
     // Columns of tables hold arrays as text.
     let value = match value {
         Value::String(text) => serde_json::from_str(&text).map_err(|_| format!("has {field} that are a string"))?,

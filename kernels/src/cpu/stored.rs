@@ -66,6 +66,7 @@ impl QuantizedRows {
     }
 
     /// Of all parts of a weight, if it is not of floats.
+    #[allow(clippy::result_large_err, reason = "it is the weight as it came, and no error")]
     pub(crate) fn parts(weight: Weight<NdArray>) -> Result<Vec<Self>, Tensor<NdArray, 2>> {
         match weight {
             Weight::Float(weight) => Err(weight),

@@ -42,6 +42,9 @@ pub enum BlockFormat {
     Q6K,
 }
 
+/// Stores weights in a block.
+type StoreBlock = fn(&[f32], &mut [u8]);
+
 /// How a block is read.
 pub(crate) trait Block {
     /// As files call it.
@@ -54,9 +57,9 @@ pub(crate) trait Block {
     const TILES: Option<Fields> = None;
 
     /// Stores the nearest weights to the given ones in a block; none where the format is only read.
-    const QUANTIZE: Option<fn(&[f32], &mut [u8])> = None;
+    const QUANTIZE: Option<StoreBlock> = None;
     /// The same for matrices that are quantized while they are loaded, by a search of the program's own.
-    const SEARCH: Option<fn(&[f32], &mut [u8])> = None;
+    const SEARCH: Option<StoreBlock> = None;
 
     /// The weights of one block.
     fn dequantize(block: &[u8], out: &mut [f32]);

@@ -9,6 +9,7 @@ use super::{FP4, GroupedFormat, NF4};
 fn of_table(code: u32, #[comptime] table: [f32; 16]) -> f32 {
     let mut value = f32::new(0.0);
     #[unroll]
+    #[allow(clippy::needless_range_loop, reason = "kernels have no iterators")]
     for at in 0..16usize {
         value = select(code == comptime!(at as u32), f32::new(comptime!(table[at])), value);
     }
@@ -20,11 +21,11 @@ fn of_table(code: u32, #[comptime] table: [f32; 16]) -> f32 {
 fn e4m3(code: u32) -> f32 {
     let (exponent, fraction) = ((code >> 3) & 15, code & 7);
     // Normal numbers move to f32's exponents; the others are multiples of 2^-9.
-    let normal = f32::reinterpret(((exponent + 120) << 23) | (fraction << 20));
-    let mut magnitude = select(exponent == 0, f32::cast_from(fraction) * comptime!(1.0f32 / 512.0), normal);
-    if (code & 127) == 127 {
-        magnitude = f32::reinterpret(0x7fc0_0000u32);
-    }
+    let bits = ((exponent + 120) << 23) | (fraction << 20);
+    // CUDA cannot reinterpret a constant.
+    let bits = select((code & 127) == 127, u32::new(0x7fc0_0000), bits);
+    let normal = f32::reinterpret(bits);
+    let magnitude = select(exponent == 0, f32::cast_from(fraction) * comptime!(1.0f32 / 512.0), normal);
     select((code & 128) != 0, -magnitude, magnitude)
 }
 

@@ -90,6 +90,9 @@ impl GroupedFormat {
     }
 }
 
+/// Stores a group's weights as codes and numbers.
+type StoreGroup = fn(&[f32], &mut [u8], &mut [f32]);
+
 /// A kind of code.
 pub(crate) trait Code {
     /// Its name in messages, for groups of 32, 64 and 128.
@@ -99,7 +102,7 @@ pub(crate) trait Code {
     /// Numbers per group.
     const NUMBERS: usize = 1;
     /// Quantizes a group to codes and numbers, if floats can be quantized to it.
-    const QUANTIZE: Option<fn(&[f32], &mut [u8], &mut [f32])> = None;
+    const QUANTIZE: Option<StoreGroup> = None;
 
     /// The weight of a code, from the numbers of its group.
     fn value(code: u8, numbers: &[f32]) -> f32;
@@ -111,8 +114,7 @@ pub(crate) struct Int4;
 impl Code for Int4 {
     const NAMES: [&'static str; 3] = ["INT4 in groups of 32", "INT4 in groups of 64", "INT4 in groups of 128"];
     const BITS: usize = 4;
-    const QUANTIZE: Option<fn(&[f32], &mut [u8], &mut [f32])> =
-        Some(|group, codes, numbers| numbers[0] = search::nibbles(group, codes));
+    const QUANTIZE: Option<StoreGroup> = Some(|group, codes, numbers| numbers[0] = search::nibbles(group, codes));
 
     #[inline(always)]
     fn value(code: u8, numbers: &[f32]) -> f32 {
@@ -183,7 +185,7 @@ macro_rules! table_code {
         impl Code for $type {
             const NAMES: [&'static str; 3] = [$name; 3];
             const BITS: usize = 4;
-            const QUANTIZE: Option<fn(&[f32], &mut [u8], &mut [f32])> =
+            const QUANTIZE: Option<StoreGroup> =
                 Some(|group, codes, numbers| numbers[0] = search::of_table(&$table, group, codes));
 
             #[inline(always)]
@@ -203,8 +205,7 @@ pub(crate) struct Fp8;
 impl Code for Fp8 {
     const NAMES: [&'static str; 3] = ["FP8"; 3];
     const BITS: usize = 8;
-    const QUANTIZE: Option<fn(&[f32], &mut [u8], &mut [f32])> =
-        Some(|group, codes, numbers| numbers[0] = search::e4m3(group, codes));
+    const QUANTIZE: Option<StoreGroup> = Some(|group, codes, numbers| numbers[0] = search::e4m3(group, codes));
 
     #[inline(always)]
     fn value(code: u8, numbers: &[f32]) -> f32 {
