@@ -11,15 +11,14 @@ use crate::inference::generation::configured_ends;
 use crate::inference::template::folder;
 use crate::model_folder::{GGUF_ENDS, GGUF_SPECIAL, GGUF_TEMPLATE};
 
+/// Keys and their values.
+type Metadata = Vec<(String, GgufValue)>;
+
 /// The metadata, and notes on what GGUF cannot express.
 ///
 /// # Errors
 /// If GGUF cannot express the tokenizer, or it has more tokens than the model.
-pub(super) fn of(
-    model: &Path,
-    tokenizer: &Tokenizer,
-    vocab_size: usize,
-) -> Result<(Vec<(String, GgufValue)>, Vec<String>), Failure> {
+pub(super) fn of(model: &Path, tokenizer: &Tokenizer, vocab_size: usize) -> Result<(Metadata, Vec<String>), Failure> {
     let (mut vocabulary, mut notes) = tokenizer.vocabulary()?;
     let known = vocabulary.tokens.len();
     if known > vocab_size {

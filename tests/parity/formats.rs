@@ -16,7 +16,8 @@ pub(crate) fn matrix<B: Backend>(
 ) -> Option<QuantizedWeight<B>> {
     let layout = format.layout(shape[1])?;
     if let (Format::Grouped(_), false) = (format, format.quantizes()) {
-        // Codes of any bits, and numbers of groups of which some are negative.
+        // Codes of any bits, and numbers of groups of which some are negative. Bytes reach sixteen times as far as nibbles.
+        let size = if layout.words * 4 >= shape[1] { size / 16.0 } else { size };
         let key = RandomKey::new(seed);
         let mut next = 0;
         let mut uniform = || {
@@ -67,6 +68,8 @@ fn halves_of(blocks: BlockFormat) -> &'static [usize] {
 fn scale_of(blocks: BlockFormat) -> f32 {
     match blocks {
         BlockFormat::Q8_0 => 0.01,
+        BlockFormat::Q4_1 => 0.05,
+        BlockFormat::Q5_1 => 0.03,
         BlockFormat::Q2K => 0.05,
         BlockFormat::Q4K => 0.003,
         BlockFormat::Q5K => 0.0015,

@@ -110,8 +110,11 @@ impl ChatFolder {
     }
 }
 
+/// For each token the one of the model to begin from whose embedding it takes.
+type InitialRows = Vec<Option<u32>>;
+
 /// A tokenizer that has the default template's tokens, and the rows of the embedding that the model then has, where there are more.
-fn with_default_tokens(tokenizer: &Tokenizer, model: &Path) -> Result<(Tokenizer, Option<Vec<Option<u32>>>), Failure> {
+fn with_default_tokens(tokenizer: &Tokenizer, model: &Path) -> Result<(Tokenizer, Option<InitialRows>), Failure> {
     let known = tokenizer.vocab_size() as u32;
     let tokenizer = tokenizer.with_control_tokens(&DEFAULT_TOKENS)?;
     let size = tokenizer.vocab_size() as u32;

@@ -511,7 +511,8 @@ fn greeting(stream: &TcpStream) -> Option<(String, String, usize)> {
     stream.set_nonblocking(false).ok()?;
     stream.set_nodelay(true).ok()?;
     stream.set_read_timeout(Some(GREETING)).ok()?;
-    // Byte by byte: what comes behind is not for this.
+    // Byte by byte: what follows is not for this.
+    #[allow(clippy::unbuffered_bytes, reason = "a buffer would take what follows")]
     let mut bytes = stream.bytes();
     let mut line = || {
         let mut line = Vec::new();

@@ -18,12 +18,15 @@ backend_test!(sums_over_one_rank_are_its_own_tensors::<B>(device) {
     }
 });
 
+/// The bytes that a rank has given, if it has.
+type Part = Option<Vec<u8>>;
+
 /// A way between threads, each of which is a rank.
 #[derive(Debug)]
 struct Meeting {
     ranks: usize,
     /// What was sent, of those that have, and the answers not yet taken.
-    state: Mutex<(Vec<Option<Vec<u8>>>, Vec<Option<Vec<u8>>>)>,
+    state: Mutex<(Vec<Part>, Vec<Part>)>,
     changed: Condvar,
 }
 

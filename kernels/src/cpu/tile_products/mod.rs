@@ -411,7 +411,8 @@ mod tests {
 
     fn inputs(rows: usize, d_input: usize) -> Vec<f32> {
         let key = RandomKey::new(7);
-        let value = |at: usize| (key.uniform(1, at as u32) - 0.5) as f32 * if at % 97 == 0 { 30.0 } else { 1.0 };
+        let value =
+            |at: usize| (key.uniform(1, at as u32) - 0.5) as f32 * if at.is_multiple_of(97) { 30.0 } else { 1.0 };
         (0..rows * d_input).map(value).collect()
     }
 
