@@ -16,7 +16,7 @@ Needs no network: each model is a Llama of one layer with random weights, quanti
 bitsandbytes and compressed-tensors quantize and dequantize here; that transformers computes the same of their folders is
 asserted (but for zero points of compressed-tensors, which transformers 5.24 does not load). FP8 is dequantized by transformers' own class, MXFP4 by its function. GPTQ and AWQ are packed and
 dequantized by the formulas that gptqmodel (`dequantize_weight` of its linear layers, and the conversion of version 1) and
-autoawq (`dequantize_gemm`) publish, written anew in numpy: these packages do not install without a GPU.
+autoawq (`dequantize_gemm`) publish, written anew in numpy: these packages are not installed here.
 """
 
 import json
