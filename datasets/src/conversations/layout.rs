@@ -5,6 +5,7 @@ use std::fmt;
 use serde_json::{Map, Value, json};
 
 use super::{Conversation, Preference};
+use crate::sources::kind_of_value as kind;
 
 /// How a record holds a conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -271,16 +272,4 @@ fn string(value: Value, field: &str) -> Result<String, String> {
 /// The string in a field that may be missing or null.
 fn text(record: &mut Map<String, Value>, field: &str) -> Result<Option<String>, String> {
     record.remove(field).filter(|value| !value.is_null()).map(|value| string(value, field)).transpose()
-}
-
-/// What a value is, in words.
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "true or false",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-        Value::Object(_) => "an object",
-    }
 }

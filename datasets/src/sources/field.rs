@@ -87,7 +87,7 @@ fn add_names(record: &Map<String, Value>, before: &str, names: &mut Vec<String>)
 }
 
 /// The type of a value, in words.
-fn kind(value: &Value) -> &'static str {
+pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "true or false",

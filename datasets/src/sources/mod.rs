@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::DataError;
 
+pub(crate) use field::kind as kind_of_value;
 use plain::Plain;
 pub(crate) use text::{cut_between_words, read_file};
 

@@ -11,7 +11,7 @@ use safetensors::tensor::{Dtype, TensorView};
 
 use fireclay_kernels::{Backend, RandomKey};
 
-use super::config::{LoraConfig, ends_in};
+use super::config::{LoraConfig, Targets, ends_in};
 use super::files::{CONFIG, LoraFiles, ModuleUpdate, PREFIX, WEIGHTS};
 use crate::error::WeightsError;
 use crate::hub::{Family, HubTensor};
@@ -121,6 +121,11 @@ impl<B: Backend> Transformer<B> {
         }
         if used.is_empty() {
             return Err("the adapter is on no module of the model: see its targets".into());
+        }
+        if let Targets::Names(names) = &config.targets
+            && let Some(unknown) = names.iter().find(|name| !used.iter().any(|module| ends_in(module, name)))
+        {
+            return Err(format!("the adapter's target {unknown} is no module of the model that takes an adapter"));
         }
         if let Some(unknown) =
             files.and_then(|files| files.modules().find(|module| !used.iter().any(|used| used == module)))
