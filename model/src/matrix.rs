@@ -90,6 +90,14 @@ impl<B: Backend> Matrix<B> {
         }
     }
 
+    /// Makes the parameter f32, as those that are trained are.
+    pub(crate) fn make_f32(&mut self) {
+        let value = self.parameter.val();
+        if value.dtype() != DType::F32 {
+            self.parameter = Param::initialized(self.parameter.id, value.cast(DType::F32).detach());
+        }
+    }
+
     /// Takes the copy and the id of its parameter; operations read the parameter again.
     pub(crate) fn take_copy(&mut self) -> Option<(ParamId, Tensor<B, 2>)> {
         match self.stored.take() {

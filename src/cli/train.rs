@@ -212,7 +212,9 @@ fn train_one(
         Outcome::Done(summary) => {
             tell(&summary);
             match task.writes_text() {
-                _ if task == TaskName::Chat => eprintln!("\nTry it: fireclay chat --model {}", folder.display()),
+                _ if matches!(task, TaskName::Chat | TaskName::Preference) => {
+                    eprintln!("\nTry it: fireclay chat --model {}", folder.display())
+                }
                 true => show_sample(&folder, backend)?,
                 false => eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display()),
             }

@@ -1,5 +1,6 @@
 //! Recipes: everything about a training run, as TOML.
 
+mod effect;
 mod model;
 mod parse;
 mod request;
@@ -10,6 +11,7 @@ pub mod task;
 pub use request::RecipeRequest;
 pub use schedule::{Schedule, ScheduleKind};
 pub use schema::{
-    AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, Recipe, Reduce, Shard, TrainingRecipe,
+    AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, PreferenceLoss, PreferenceRecipe, Recipe,
+    Reduce, Shard, TrainingRecipe,
 };
 pub use task::{ModelSizes, TaskName};

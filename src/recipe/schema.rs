@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fireclay_datasets::STDIN;
+use fireclay_datasets::conversations::EMBEDDED_CHATS;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
@@ -13,7 +14,7 @@ use crate::failure::Failure;
 use crate::precision::Precision;
 
 /// Data embedded in the program.
-pub const EMBEDDED: [&str; 2] = ["stories", "home"];
+pub const EMBEDDED: [&str; 3] = ["stories", "home", EMBEDDED_CHATS];
 
 /// Tokenizers that a run trains itself.
 const MADE_TOKENIZERS: [&str; 4] = ["byte", "char", "bpe", "pieces"];
@@ -31,6 +32,9 @@ pub struct Recipe {
     /// only dropout applies then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
+    /// Folder of an adapter on the initial model, to continue.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub init_adapter: Option<PathBuf>,
     /// Family and shape: `family`, and any field of
     /// [`TransformerConfig`](fireclay_model::TransformerConfig).
     #[serde(default)]
@@ -44,6 +48,9 @@ pub struct Recipe {
     /// The adapter that is trained, where `training.adapter` asks for one.
     #[serde(default)]
     pub lora: LoraRecipe,
+    /// How preference pairs are learned, by the task `preference`.
+    #[serde(default)]
+    pub preference: PreferenceRecipe,
     /// Sizes that the data sets; filled in by [`Recipe::sized_for`].
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub(crate) sizes: ModelSizes,
@@ -57,7 +64,7 @@ pub(super) fn is_unknown(sizes: &ModelSizes) -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataRecipe {
-    /// `stories` or `home` for an embedded grammar; else the path of a file, a folder or prepared
+    /// `stories`, `home` or `embedded:chats` for embedded data; else the path of a file, a folder or prepared
     /// tokens. Empty if it has to be given.
     pub source: String,
     /// Several sources instead of one, each with its sampling weight.
@@ -78,9 +85,10 @@ pub struct DataRecipe {
     pub holdout_by: HoldoutBy,
     /// Whether attention is limited to a token's own document, where a row has several.
     pub documents_apart: bool,
-    /// For chats, whether a row has several conversations, none of which sees another; else each has a row of its own.
+    /// For conversations and preference pairs, whether a row has several, none of which sees another; else each has a
+    /// separate row.
     pub packing: bool,
-    /// For chats, the file of a chat template; empty for the model's own.
+    /// For conversations and preference pairs, the file of a chat template; empty for the model's own.
     pub chat_template: String,
     /// Whether an initialized model takes the recipe's tokenizer, with new embedding rows for
     /// unknown tokens.
@@ -151,7 +159,9 @@ pub struct LoraRecipe {
     pub targets: String,
     /// Modules that are trained whole, with commas between, such as `embed_tokens`.
     pub modules_to_save: String,
-    /// What the frozen weights are stored as: `float` (the activations' dtype) or `int8`.
+    /// Whether each output is scaled to a magnitude that is trained, too (DoRA; Liu et al., 2024).
+    pub dora: bool,
+    /// What the frozen weights are stored as: `auto`, `float`, `int8`, `nf4` or `stored`.
     pub base: BaseKind,
 }
 
@@ -159,11 +169,47 @@ pub struct LoraRecipe {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BaseKind {
-    /// The dtype of the activations.
+    /// As the files store them where these are quantized, else the dtype of the activations.
     #[default]
+    Auto,
+    /// The dtype of the activations.
     Float,
-    /// Bytes with a scale a row.
+    /// Bytes with a scale per row.
     Int8,
+    /// NF4, 4 bits with a scale per 64 weights (QLoRA; Dettmers et al., 2023).
+    Nf4,
+    /// As the files store them: quantized, or floats of 16 bits.
+    Stored,
+}
+
+/// The `[preference]` of a recipe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PreferenceRecipe {
+    /// `sigmoid`, `ipo` or `sigmoid_norm`.
+    pub loss: PreferenceLoss,
+    /// How strongly the model is held to the reference: the scale of rewards.
+    pub beta: f64,
+}
+
+/// The loss of a preference pair, of the log-ratios of policy and reference: see
+/// [`pair_losses`](crate::tasks::preference::pair_losses).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PreferenceLoss {
+    /// Negative log-sigmoid of the reward margin (DPO; Rafailov et al., 2023).
+    #[default]
+    Sigmoid,
+    /// Squared distance of the margin per token from `1 / (2 beta)` (IPO; Azar et al., 2023).
+    Ipo,
+    /// The sigmoid loss of rewards per token.
+    SigmoidNorm,
+}
+
+impl Default for PreferenceRecipe {
+    fn default() -> Self {
+        Self { loss: PreferenceLoss::Sigmoid, beta: 0.1 }
+    }
 }
 
 impl Default for LoraRecipe {
@@ -175,7 +221,8 @@ impl Default for LoraRecipe {
             lora_dropout: 0.0,
             targets: "all-linear".into(),
             modules_to_save: String::new(),
-            base: BaseKind::Float,
+            dora: false,
+            base: BaseKind::Auto,
         }
     }
 }
@@ -354,7 +401,25 @@ impl Recipe {
             return Err(Failure::usage("lora.rank must be at least 1"));
         }
         if training.adapter == AdapterKind::Lora && self.task == TaskName::IntentSlot {
-            return Err(Failure::usage("training.adapter is lora: that is for the tasks language and chat"));
+            return Err(Failure::usage(
+                "training.adapter is lora: that is for the tasks language, chat and preference",
+            ));
+        }
+        if let (Some(adapter), AdapterKind::None) = (&self.init_adapter, training.adapter) {
+            return Err(Failure::usage(format!(
+                "{} is an adapter, and training.adapter is none: continue it with --set adapter=lora, or merge it first",
+                adapter.display()
+            )));
+        }
+        if self.lora.dora && self.lora.lora_dropout > 0.0 {
+            return Err(Failure::usage("lora.lora_dropout and lora.dora: DoRA is trained without dropout"));
+        }
+        let beta = self.preference.beta;
+        if !(beta.is_finite() && beta > 0.0) {
+            return Err(Failure::usage(format!("preference.beta is {beta}: it must be a number above 0")));
+        }
+        if self.preference.loss == PreferenceLoss::Ipo && training.label_smoothing > 0.0 {
+            return Err(Failure::usage("training.label_smoothing has no effect on preference.loss=ipo"));
         }
         if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return Err(Failure::usage(format!("training.{name} must be at least 1")));

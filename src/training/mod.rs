@@ -25,7 +25,7 @@ use fireclay_kernels::{Backend, Collective, Rank};
 use serde_json::Value;
 
 pub use follower::Follower;
-pub use trainer::{StepOutput, Trainer, read_steps};
+pub use trainer::{StepFigures, StepOutput, Trainer, read_figures, read_steps};
 pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
 use crate::backend::{OnBackend, RunContext};
@@ -327,10 +327,10 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) -> Result<(), 
         ranks => format!(" on {ranks} ranks"),
     };
     notice(Level::Info, &format!("{name}: {parameters:.1}M parameters, {what} from step {step}{ranks}; into {out}"));
-    if let Task::Chat(chat) = trainer.task() {
-        let colour = std::io::stderr().is_terminal();
+    let colour = std::io::stderr().is_terminal();
+    if let Some(preview) = trainer.task().preview(colour) {
         let what = if colour { "in green" } else { "in [[double brackets]]" };
-        let preview = chat.preview(colour)?;
+        let preview = preview?;
         notice(Level::Info, &format!("the first example, with what the model learns to write {what}:\n\n{preview}\n"));
     }
     Ok(())

@@ -26,6 +26,7 @@ mod learning;
 mod mutation;
 mod packed;
 mod peft;
+mod preferences;
 mod profiling;
 #[cfg(target_os = "linux")]
 mod ranks;

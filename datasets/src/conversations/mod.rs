@@ -17,6 +17,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::embedded::chats::chats;
 use crate::error::DataError;
 use crate::sources::TextSource;
 
@@ -56,7 +57,21 @@ pub struct Conversations {
     pub all: Vec<Conversation>,
 }
 
+/// The name of the embedded conversations.
+pub const EMBEDDED_CHATS: &str = "embedded:chats";
+
 impl Conversations {
+    /// The conversations in `path`, or the embedded ones for [`EMBEDDED_CHATS`].
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        match path.to_str() {
+            Some(EMBEDDED_CHATS) => Ok(Self { layout: Layout::Messages, all: chats() }),
+            _ => Self::read(path),
+        }
+    }
+
     /// Reads all records of `path`; the first record shows the layout.
     ///
     /// # Errors

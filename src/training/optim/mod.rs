@@ -240,13 +240,13 @@ impl<B: Backend> Optimizer<B> {
         model.embedding.val().device()
     }
 
-    /// [`step`](Self::step) of a model in its place, with the sum over all ranks of a `number`, `[1]`.
+    /// [`step`](Self::step) of a model in its place, with the sums over all ranks of some `numbers`.
     pub(crate) fn update(
         &mut self,
         model: &mut Transformer<Autodiff<B>>,
         gradients: ParameterGradients<B>,
         settings: Settings,
-        number: Tensor<B, 1>,
+        numbers: Tensor<B, 1>,
     ) -> (Tensor<B, 1>, Tensor<B, 1>) {
         let (trained, gradients) = (trained_ids(model), gradients.into_inner());
         let own = self.kept.iter().map(|kept| kept.id);
@@ -260,14 +260,14 @@ impl<B: Backend> Optimizer<B> {
         let (values, ids) = take_values(model);
         let gradients = gradients.into_iter().zip(&values);
         let gradients = gradients.map(|(gradient, value)| gradient.unwrap_or_else(|| value.zeros_like())).collect();
-        let (gradients, norm, number) = match self.sharding.has_others() {
+        let (gradients, norm, numbers) = match self.sharding.has_others() {
             true => {
                 let rank = self.sharding.collective.rank();
                 let shares: Vec<Share> = self.kept.iter().map(|kept| Share::of(&kept.shape, rank)).collect();
-                let (sums, norm, number) = reduce(gradients, &shares, number, &self.sharding);
-                (sums, Some(norm), number)
+                let (sums, norm, numbers) = reduce(gradients, &shares, numbers, &self.sharding);
+                (sums, Some(norm), numbers)
             }
-            false => (gradients, None, number),
+            false => (gradients, None, numbers),
         };
         // Of a parameter of which this rank has a part the model's value waits here, or is of no use any more.
         let mut wholes = Vec::with_capacity(values.len());
@@ -338,7 +338,7 @@ impl<B: Backend> Optimizer<B> {
         }
         put_values(model, whole_values);
         model.put_copies(copies);
-        (norm, number)
+        (norm, numbers)
     }
 
     /// Gives the model the values of its parameters that other ranks have updated, where it does not have them yet. All ranks call it.
