@@ -56,6 +56,18 @@ impl<B: Backend> Matrix<B> {
         }
     }
 
+    /// Bytes of the parameter and of what is stored besides.
+    pub(crate) fn bytes(&self) -> u64 {
+        let floats = |dims: [usize; 2], dtype: DType| (dims[0] * dims[1] * dtype.size()) as u64;
+        match &self.stored {
+            Some(Stored::Quantized(parts)) => parts.iter().map(QuantizedWeight::bytes).sum(),
+            Some(Stored::Copy(copy)) => {
+                floats(self.dims(), self.parameter.val().dtype()) + floats(self.dims(), copy.dtype())
+            }
+            None => floats(self.dims(), self.parameter.val().dtype()),
+        }
+    }
+
     /// Whether operations read a quantized weight.
     pub(crate) fn is_quantized(&self) -> bool {
         matches!(self.stored, Some(Stored::Quantized(_)))

@@ -269,6 +269,11 @@ impl<B: Backend> Transformer<B> {
         self.matrices_mut().map(|(path, matrix)| (path, matrix.weight().format())).collect()
     }
 
+    /// Bytes of the matrices whose paths `counted` accepts, as they are stored, with copies in other dtypes.
+    pub fn matrix_bytes(&mut self, counted: impl Fn(&str) -> bool) -> u64 {
+        self.all_matrices_mut().filter(|(path, _)| counted(path)).map(|(_, matrix)| matrix.bytes()).sum()
+    }
+
     /// All matrices that may have a copy in another dtype, by path.
     fn all_matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
         let Self { embedding, head, blocks, .. } = self;

@@ -344,8 +344,12 @@ fn train_sweep(
 /// A run, displayed and recorded as the command line asks.
 fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRun {
     let device = backend.devices().ok().and_then(|devices| devices.into_iter().next());
+    let memory = device.as_ref().and_then(|device| device.memory);
     let device = device.map_or_else(|| backend.as_str().to_string(), |device| device.name);
-    run.with_view(view(args)).with_record(device, std::env::args().collect()).with_wandb(args.wandb.clone())
+    run.with_view(view(args))
+        .with_memory(memory)
+        .with_record(device, std::env::args().collect())
+        .with_wandb(args.wandb.clone())
 }
 
 /// Prints the summary of one of several runs.

@@ -9,8 +9,8 @@ use burn::module::{AutodiffModule, Module};
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, Collective, RandomKey, backward, compile_ahead};
-use fireclay_model::{AdapterSaver, Family, LoraConfig, ModelFolder, Transformer};
+use fireclay_kernels::{Backend, Collective, Format, RandomKey, backward, compile_ahead};
+use fireclay_model::{AdapterSaver, Family, LoraConfig, ModelFolder, Transformer, trained_parameters};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
@@ -20,6 +20,7 @@ use crate::tasks::counts::TargetCounts;
 use crate::tasks::resolve::InitialModel;
 use crate::tasks::{Batch, ClassificationReport, Rewards, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
+use crate::training::memory::MemoryEstimate;
 use crate::training::optim::{Optimizer, ParameterGradients, Settings, Sharding};
 use crate::training::parallel::{Command, Ranks};
 
@@ -233,6 +234,28 @@ impl<B: Backend> Trainer<B> {
     /// The recipe, sized for the task's data.
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
+    }
+
+    /// Which part of the model is trained, if it is an adapter, and what the frozen weights are stored as.
+    pub(crate) fn described_training(&self) -> String {
+        if self.lora.is_none() {
+            return String::new();
+        }
+        let trained = trained_parameters(&self.model).into_iter();
+        let trained: usize = trained.map(|(_, _, shape, _)| shape.iter().product::<usize>()).sum();
+        let mut formats: Vec<&str> = Vec::new();
+        for (path, format) in self.model.clone().formats() {
+            let name = format.map_or("floats", Format::name);
+            if path.starts_with("blocks.") && !formats.contains(&name) {
+                formats.push(name);
+            }
+        }
+        format!(", of which an adapter of {:.2}M on {} is trained", trained as f64 / 1e6, formats.join(", "))
+    }
+
+    /// How much memory a step needs.
+    pub(crate) fn memory_estimate(&self) -> MemoryEstimate {
+        MemoryEstimate::of(&self.model, &self.recipe, self.reference.is_some(), self.ranks())
     }
 
     /// How many train it together.

@@ -40,7 +40,9 @@ fn adapter<B: Backend>([d_output, d_input]: [usize; 2], zero: bool, device: &B::
 }
 
 /// The linear layers of all blocks.
-fn linears<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> impl Iterator<Item = &mut Linear<Autodiff<B>>> {
+pub(crate) fn linears<B: Backend>(
+    model: &mut Transformer<Autodiff<B>>,
+) -> impl Iterator<Item = &mut Linear<Autodiff<B>>> {
     model.blocks.iter_mut().flat_map(|Block { attention, feed_forward, .. }| {
         [&mut attention.qkv, &mut attention.output, &mut feed_forward.up, &mut feed_forward.down]
     })

@@ -16,6 +16,7 @@ mod data;
 mod decoding;
 mod export;
 mod families;
+mod fine_tuning;
 mod gguf;
 mod golden;
 mod gradients;
