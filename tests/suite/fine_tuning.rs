@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use burn::backend::{Autodiff, NdArray};
-use burn::module::{AutodiffModule, Param};
+use burn::module::Param;
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay::inference::chat::{ChatTemplate, Dialogue};
 use fireclay::recipe::Recipe;
@@ -12,7 +12,7 @@ use fireclay::tasks::chat::Masker;
 use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
 use fireclay::training::{Trainer, read_steps};
 use fireclay_datasets::conversations::Conversations;
-use fireclay_datasets::{IGNORED_TARGET, TokenBatch, Tokenizer};
+use fireclay_datasets::{IGNORED_TARGET, TextSource, TokenBatch, Tokenizer, TokenizerKind};
 use fireclay_kernels::{Backend, Dropout, HeadLossOptions, RandomKey, backward, dropout};
 use fireclay_model::{
     Adapter, Family, LoraConfig, LoraFiles, ModelFolder, Targets, Transformer, TransformerConfig, trained_parameters,
@@ -32,8 +32,8 @@ fn furthest(a: &[f32], b: &[f32]) -> f32 {
 
 /// A recipe on the conversations that [`base_and_chats`] writes.
 fn recipe(folder: &Path, settings: &[(&str, &str)]) -> Recipe {
-    let recipe = Recipe::shipped("chat-full").expect("a good recipe");
-    let recipe = Recipe { init: Some(folder.join("base")), ..recipe };
+    let mut recipe = Recipe::shipped("chat-full").expect("a good recipe");
+    recipe.init = Some(folder.join("base"));
     let source = folder.join("chats.jsonl").display().to_string();
     let shared = [("source", source.as_str()), ("seq_length", "64"), ("batch_size", "4"), ("learning_rate", "1e-2")];
     recipe.with_all(shared.into_iter().chain(settings.iter().copied())).expect("known settings")
@@ -270,6 +270,54 @@ fn tied_embeddings_that_are_saved_merge_and_reload_to_the_same_logits() {
         ),
     );
     assert!(furthest(&untouched, &wanted) > 1e-2, "training changed it");
+}
+
+#[test]
+fn an_adapter_is_trained_on_the_bits_that_a_quantized_folder_has() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    let text = "the kiln cools while the potter counts jugs, and nobody hurries. ".repeat(40);
+    std::fs::write(folder.join("book.txt"), &text).expect("writable");
+    let source = TextSource::open(&folder.join("book.txt"), "text").expect("a text");
+    let characters = Tokenizer::train_on(TokenizerKind::Char, &[source]).expect("a tokenizer");
+    for base in ["packed/nf4", "packed/nf4_nested", "packed/awq", "llama"] {
+        let copy = folder.join(base);
+        std::fs::create_dir_all(&copy).expect("writable");
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(golden(base).join(file), copy.join(file)).expect("writable");
+        }
+        characters.save(&copy.join("tokenizer.json")).expect("saves");
+    }
+    let train = |base: &str, settings: &[&str]| {
+        let mut command = crate::cli::program();
+        let out = format!("run-{}-{}", base.replace('/', "-"), settings.concat());
+        command.current_dir(folder).args(["train", "--init", base, "--data", "book.txt", "--plain", "--out", &out]);
+        command.args(["--backend", crate::backend().as_str(), "--steps", "8"]);
+        let shared = ["adapter=lora", "rank=4", "seq_length=16", "batch_size=4", "sample_tokens=0", "valid_tokens=200"];
+        for setting in shared.iter().chain(&["learning_rate=2e-2", "warmup_steps=0"]).chain(settings) {
+            command.args(["--set", setting]);
+        }
+        let run = command.output().expect("the program starts");
+        let told = String::from_utf8_lossy(&run.stderr).into_owned();
+        assert!(run.status.success(), "{base} {settings:?}: {told}");
+        let done = std::fs::read_to_string(folder.join(&out).join("done.json")).expect("a summary");
+        let done: Value = serde_json::from_str(&done).expect("JSON");
+        assert!(done["valid_loss"].as_f64().expect("a loss") < 4.0, "{base} {settings:?}: {done}");
+        told
+    };
+    for (base, settings, format) in [
+        ("packed/nf4", &[][..], "NF4"),
+        ("packed/nf4_nested", &[][..], "NF4"),
+        ("packed/awq", &["base=stored"][..], "4 bits with zeros, groups of 32"),
+        ("packed/nf4", &["base=float"][..], "floats"),
+        ("packed/nf4", &["base=int8"][..], "INT8"),
+        ("llama", &[][..], "floats"),
+        ("llama", &["base=int8", "dora=true"][..], "INT8"),
+    ] {
+        let told = train(base, settings);
+        assert!(told.contains(&format!("M on {format} is trained")), "{base} {settings:?}: {told}");
+        assert!(told.contains("of memory: weights"), "{told}");
+    }
 }
 
 #[test]
