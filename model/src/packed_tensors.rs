@@ -132,7 +132,7 @@ pub(crate) fn gather(files: &mut TensorFiles, quantization: &Quantization) -> Re
     gathered.map_err(|reason| files.wrong(reason))?;
     for (name, stored) in made {
         if files.tensors_mut().insert(name.clone(), stored).is_some() {
-            return Err(files.wrong(format!("{name} is there twice, quantized and not")));
+            return Err(files.wrong(format!("{name} is stored twice, quantized and not")));
         }
     }
     Ok(())

@@ -17,19 +17,20 @@ use super::signals::{end_on_signals, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct ChatArgs {
-    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for one GGUF
+    /// quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// A LoRA adapter for the model: its folder
+    /// Folder of a LoRA adapter to apply
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     /// System prompt
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Maximum tokens of the conversation [default: the model's context, up to 4096]
+    /// Context length in tokens, for conversation and answer together [default: the model's context, up to 4096]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Maximum tokens of an answer [default: what fits in the context]
+    /// Maximum number of tokens of an answer [default: what fits in the context]
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// Sampling temperature; 0 is greedy
@@ -44,7 +45,7 @@ pub(super) struct ChatArgs {
     run: RunArgs,
     #[command(flatten)]
     dtypes: DtypeArgs,
-    /// Random seed
+    /// Seed for sampling
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
 }

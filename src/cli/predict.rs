@@ -14,10 +14,10 @@ use super::arguments::{RunArgs, fetched};
 
 #[derive(Args)]
 pub(super) struct PredictArgs {
-    /// Model folder, or name on the hub: OWNER/NAME
+    /// Run or model folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Utterance [default: one per line of standard input]
+    /// Utterance; without --text or --file, utterances are read from standard input, one per line
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
     text: Option<String>,
     /// File with one utterance per line
@@ -25,7 +25,7 @@ pub(super) struct PredictArgs {
     file: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
-    /// Data type of matrices and activations
+    /// Format of the weights, and data type of the activations
     #[arg(long, default_value = "auto")]
     precision: Precision,
 }

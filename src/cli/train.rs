@@ -26,19 +26,20 @@ use super::signals::{pass_signals_on, signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
-    /// Recipe file, or the name of a shipped recipe: stories, shakespeare-char-cpu,
+    /// Recipe file, or a built-in recipe [default: stories]: stories, shakespeare-char-cpu,
     /// shakespeare-char-gpu, gpt2-124m, llama-15m, chat-lora, chat-full, home, intent-slot
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
     task: Option<TaskName>,
     /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the hub,
-    /// OWNER/NAME; or a folder made by `prepare`. For intent-slot, a folder with train, valid and
-    /// test, each with seq.in, seq.out and label, or with train.jsonl, valid.jsonl and test.jsonl
+    /// OWNER/NAME; or a folder made by `prepare`. For intent-slot, a folder with train.jsonl,
+    /// valid.jsonl and test.jsonl, or with folders train, valid and test that each hold seq.in, seq.out
+    /// and label
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one [default:
-    /// the recipe's, or text]
+    /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
+    /// [default: the recipe's, or text]
     #[arg(long, value_name = "NAME", conflicts_with = "resume")]
     field: Option<String>,
     /// Initialize from this model: folder, .gguf file, or name on the hub, OWNER/NAME
@@ -47,14 +48,13 @@ pub(super) struct TrainArgs {
     /// Output folder [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Number of optimizer steps
+    /// Total number of optimizer steps, those before --resume included [default: the recipe's]
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Train N models with consecutive seeds and report mean and standard deviation
+    /// Train N models, with seeds from --seed on, and report mean and standard deviation
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
     seeds: Option<u64>,
-    /// Train one model per value of a setting, and compare them; several --sweep train every
-    /// combination
+    /// Train one model per value of a setting, and compare them; repeat it to train every combination
     #[arg(long, value_name = "KEY=A,B,..", conflicts_with_all = ["resume", "seeds"])]
     sweep: Vec<String>,
     /// Resume the run in --out, or the latest in runs/
@@ -66,11 +66,11 @@ pub(super) struct TrainArgs {
     /// Print plain lines instead of the dashboard
     #[arg(long)]
     plain: bool,
-    /// Log to this Weights & Biases project, through its own Python client
+    /// Log to this Weights & Biases project, through its Python package, wandb
     #[arg(long, value_name = "PROJECT")]
     wandb: Option<String>,
-    /// Train on this many GPUs of this machine, a process each; with --backend cpu in as many
-    /// processes. Launchers of several machines are understood as well: see docs/distributed.md
+    /// Data-parallel training on N GPUs of this machine, one process per GPU (with --backend cpu, N
+    /// processes). batch_size is that of all together. For several machines see docs/distributed.md
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..), visible_alias = "ranks")]
     gpus: Option<u16>,
     #[command(flatten)]

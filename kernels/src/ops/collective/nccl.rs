@@ -1,4 +1,4 @@
-//! NVIDIA's library for exchange between GPUs, NCCL, on a stream of its own beside CubeCL's.
+//! NVIDIA's library for exchange between GPUs, NCCL, on a stream of its own, next to CubeCL's.
 //!
 //! It is loaded when several ranks first need it. CubeCL makes its driver calls on a thread of its own for each device, which runs
 //! closures in the order in which a user's thread queues them, and does not tell its stream. So an exchange is queued as a closure,

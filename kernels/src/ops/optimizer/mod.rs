@@ -81,7 +81,7 @@ impl<B: Backend> Operands for GradientNorm<B> {
         for gradient in &self.gradients {
             part(op, "a gradient", gradient).of(DType::F32);
             let own = gradient.device();
-            assert!(own == device, "{op}: a gradient lies on {own:?}, others on {device:?}");
+            assert!(own == device, "{op}: a gradient is on {own:?}, others on {device:?}");
         }
     }
 }
