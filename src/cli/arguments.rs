@@ -1,4 +1,4 @@
-//! What several commands take, and say.
+//! Arguments and messages that several commands share.
 
 use std::path::{Path, PathBuf};
 
@@ -117,7 +117,8 @@ pub(super) fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Fai
     Ok(model_folder(model, &mut progress)?)
 }
 
-/// A model with the adapter in a folder, or, where `model` is an adapter's folder itself, on the model that it is for.
+/// Finds a model, with the adapter in a folder if one is given. If `model` itself is an adapter
+/// folder, the model is the adapter's base model.
 pub(super) fn fetched_source(
     model: &Path,
     adapter: Option<&Path>,

@@ -91,16 +91,16 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         system: args.system,
         context: args.context,
         lines: spoken_lines(typed)?,
-        // On a pipe nobody types on after an answer that was broken off.
+        // Without a terminal, an interrupt ends the program: no further input follows.
         interrupt: if typed { interrupt_on_signals(true)? } else { end_on_signals()? },
         show,
     };
     args.run.backend().run(run)?;
-    // Someone who types saw it; a script did not.
+    // A person has seen the interruption; a script gets an exit code.
     Ok(if !typed && unanswered.load(Ordering::Relaxed) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Lines typed at a prompt with history, or else those of standard input.
+/// Lines typed at a prompt with history, or lines of standard input.
 fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
     let failed = |error: &dyn std::fmt::Display| Failure::new(format!("standard input: {error}"));
     if !typed {
@@ -113,13 +113,13 @@ fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
     let mut editor = rustyline::DefaultEditor::new().map_err(|error| failed(&error))?;
     let history = dirs::cache_dir().map(|folder| folder.join("fireclay").join("chat-history"));
     if let Some(file) = &history {
-        // The first time there is none.
+        // On first use, the folder does not exist.
         let _ = file.parent().map(std::fs::create_dir_all);
         let _ = editor.load_history(file);
     }
     Ok(Box::new(move || match editor.readline("> ") {
         Ok(line) => {
-            // A history that cannot be kept is no reason to stop.
+            // Failing to save the history is not fatal.
             let _ = editor.add_history_entry(&line);
             let _ = history.as_ref().map(|file| editor.save_history(file));
             Ok(Some(line))

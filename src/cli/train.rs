@@ -117,7 +117,7 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
     }
     let trained = train_here(args, backend, interrupter, ranks.clone());
     if let Err(failure) = &trained {
-        // What failed before the others began.
+        // A failure before the other ranks have started.
         ranks.failed(failure);
     }
     trained
@@ -127,7 +127,7 @@ fn before_exit() {
     leave_terminal();
 }
 
-/// Refuses what several ranks cannot do.
+/// Refuses settings that do not work with several ranks.
 fn takes_ranks(args: &TrainArgs, backend: BackendName, devices: usize, start: &Start) -> Result<(), Failure> {
     if matches!(backend, BackendName::Wgpu | BackendName::Vulkan) {
         let name = backend.as_str();
@@ -146,7 +146,7 @@ fn takes_ranks(args: &TrainArgs, backend: BackendName, devices: usize, start: &S
     }
 }
 
-/// Waits for the ranks that were started here.
+/// Waits for the ranks that this process has started.
 fn launch(launch: Launch) -> Result<ExitCode, Failure> {
     #[cfg(unix)]
     {
@@ -154,7 +154,7 @@ fn launch(launch: Launch) -> Result<ExitCode, Failure> {
         pass_signals_on(move |signal| {
             let signal = rustix::process::Signal::from_named_raw(signal);
             if let (Some(leader), Some(signal)) = (leader, signal) {
-                // It may have gone.
+                // The process may have exited.
                 let _ = rustix::process::kill_process(leader, signal);
             }
         })?;
@@ -162,7 +162,7 @@ fn launch(launch: Launch) -> Result<ExitCode, Failure> {
     Ok(ExitCode::from(launch.wait()?))
 }
 
-/// Trains in this process, alone or as the first of several ranks.
+/// Trains in this process, as the only rank or as rank 0.
 fn train_here(
     args: &TrainArgs,
     backend: BackendName,
@@ -295,7 +295,7 @@ fn train_sweep(
             })
             .collect();
     }
-    // All are checked before any is trained.
+    // All recipes are checked before the first is trained.
     let recipes = combinations.iter().map(|settings| recipe.with_all(settings.iter().copied()));
     let recipes = recipes.collect::<Result<Vec<_>, _>>()?;
     let mut folders = Vec::new();
@@ -339,7 +339,7 @@ fn train_sweep(
     Ok(ExitCode::SUCCESS)
 }
 
-/// A run, displayed and recorded as the command line asks.
+/// A run with the displays and records of the command line.
 fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRun {
     let device = backend.devices().ok().and_then(|devices| devices.into_iter().next());
     let device = device.map_or_else(|| backend.as_str().to_string(), |device| device.name);
@@ -381,7 +381,7 @@ fn spread(summaries: &[Value], out: &Path) -> Value {
     spread
 }
 
-/// What the command line asks for.
+/// The recipe request of the command line.
 fn request(args: &TrainArgs) -> RecipeRequest {
     let steps = args.steps.map(|steps| format!("training.steps={steps}"));
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));
@@ -404,7 +404,7 @@ fn latest_run() -> Result<PathBuf, Failure> {
     newest.ok_or_else(|| Failure::new("no run in runs/ to resume: name one with --out DIR"))
 }
 
-/// The summary for people.
+/// Prints the summary as text.
 fn tell(summary: &Value) {
     let number = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
     let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));

@@ -255,8 +255,8 @@ pub(crate) fn zeros(size: usize) -> Vec<f32> {
     zeros
 }
 
-/// Sums `[width]` vectors over all rows. `work` fills the sum over a range of rows. The ranges are
-/// the same on every machine, and so is the result.
+/// Sums `[width]` vectors over all rows. `work` fills the sum over a range of rows. The ranges do
+/// not depend on the machine.
 pub(crate) fn sum_over_rows(rows: usize, width: usize, work: impl Fn(Range<usize>, &mut [f32]) + Sync) -> Vec<f32> {
     const PIECE: usize = 128;
     let pieces: Vec<Vec<f32>> = (0..rows.div_ceil(PIECE))
@@ -410,7 +410,7 @@ impl Matrix {
 pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     static PACKING: Once = Once::new();
     // The threshold counts tiles of six columns. Packing the left matrix does not pay for a slab of
-    // 64 columns, but for wider ones.
+    // 64 columns, but does for wider ones.
     PACKING.call_once(|| gemm::set_lhs_packing_threshold_single_thread(16));
     // SAFETY: guaranteed by the caller.
     unsafe {

@@ -99,7 +99,7 @@ pub(crate) fn unknown_keys(metadata: &Metadata) -> Vec<String> {
     metadata.keys().filter(own).cloned().collect()
 }
 
-/// `config.json` of the model, or what is wrong with its metadata.
+/// `config.json` of the model, or the error in its metadata.
 ///
 /// # Errors
 /// If a tensor that the config depends on cannot be read.

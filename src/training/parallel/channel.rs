@@ -67,7 +67,7 @@ struct Other {
 struct Life {
     /// The process is ending, successfully or not. No further failure is reported.
     is_ending: AtomicBool,
-    /// Rank 0 has ended the run and has told the other ranks.
+    /// Rank 0 has ended the run and notified the other ranks.
     is_over: AtomicBool,
     /// Aborted before the process exits, because devices may be waiting in it.
     collective: Mutex<Option<Collective>>,
@@ -135,7 +135,7 @@ impl Ranks {
     /// is called on rank 0 when another rank asks to stop the run.
     ///
     /// # Errors
-    /// If the ranks do not find each other, or two claim the same rank.
+    /// If rank 0 cannot listen, the ranks do not find each other, or two claim the same rank.
     pub fn join(place: &Place, before_exit: fn(), stop: impl Fn() + Send + Sync + 'static) -> Result<Self, Failure> {
         let Place { rank, local, is_watched, .. } = *place;
         let life = Life {
@@ -470,7 +470,7 @@ impl Other {
     fn fail(&self, reason: &str) -> ! {
         self.life.take_end();
         let told = send(&self.first, &ToFirst::Failed(reason.to_string()));
-        // Rank 0 ends all ranks. If it could not be told, this rank prints the reason.
+        // Rank 0 ends all ranks. If the message could not be sent, this rank prints the reason.
         thread::sleep(if told.is_ok() { Duration::from_secs(2) } else { Duration::ZERO });
         self.life.exit(told.is_err().then_some(reason))
     }
