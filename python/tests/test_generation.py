@@ -1,4 +1,4 @@
-"""What a model writes is what the command line writes."""
+"""Output equals that of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! What several commands take, and say.
+//! Arguments and messages that several commands share.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,8 @@ pub(super) struct RunArgs {
     /// Backend to run on [default: the fastest that is built in and has a device on this machine]
     #[arg(long)]
     pub(super) backend: Option<BackendName>,
-    /// Override a setting of the recipe; in every command, kernels=reference turns fused kernels off
+    /// Override a setting of the recipe; in every command, kernels=reference turns fused kernels
+    /// off
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
     /// Print JSON, one object per line, on stdout; everything else goes to stderr
@@ -51,7 +52,7 @@ impl RunArgs {
     /// Refuses settings for a command without a recipe.
     pub(super) fn without_recipe(&self, command: &str) -> Result<(), Failure> {
         match self.set.first() {
-            Some(setting) => Err(Failure::usage(format!("--set {setting}: {command} has no recipe to change"))),
+            Some(setting) => Err(Failure::usage(format!("--set {setting}: {command} has no recipe"))),
             None => Ok(()),
         }
     }
@@ -118,7 +119,8 @@ pub(super) fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Fai
     Ok(model_folder(model, &mut progress)?)
 }
 
-/// A model with the adapter in a folder, or, where `model` is an adapter's folder itself, on the model that it is for.
+/// Finds a model, with the adapter in a folder if one is given. If `model` itself is an adapter
+/// folder, the model is the adapter's base model.
 pub(super) fn fetched_source(
     model: &Path,
     adapter: Option<&Path>,

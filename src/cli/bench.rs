@@ -64,8 +64,8 @@ pub(super) struct BenchArgs {
     /// Compare with an earlier run: a file with the output of --json
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
-    /// Run this command between two Fireclay runs and compare; it must print JSON lines with "what",
-    /// "case", "value" and "unit"
+    /// Run this command between two Fireclay runs and compare; it must print JSON lines with
+    /// "what", "case", "value" and "unit"
     #[arg(long, value_name = "COMMAND")]
     peer: Option<String>,
     /// Print a Markdown table, preceded by the command
@@ -139,7 +139,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         })?;
         return Ok(ExitCode::SUCCESS);
     };
-    // Ours, theirs, ours: a machine that changes meanwhile shows in the spread.
+    // Ours, theirs, ours: drift of the machine shows in the spread.
     let mut first = Vec::new();
     let half = BenchOptions { repeats: options.repeats.div_ceil(2), ..options };
     let mut keep = |measured: Measurement| {
@@ -160,7 +160,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Told of each measurement.
+/// Called with each measurement.
 type Show<'a> = &'a mut (dyn FnMut(Measurement) -> Result<(), Failure> + Send);
 
 fn measure(benchmark: Benchmark, backend: BackendName, options: &BenchOptions, show: Show<'_>) -> Result<(), Failure> {

@@ -14,8 +14,8 @@ use super::arguments::{RunArgs, fetched_source};
 
 #[derive(Args)]
 pub(super) struct EvaluateArgs {
-    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for one GGUF
-    /// quantization, such as :Q4_K_M
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// Folder of a LoRA adapter to apply

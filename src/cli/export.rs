@@ -76,7 +76,7 @@ pub(super) fn export(args: ExportArgs) -> Result<ExitCode, Failure> {
             "event": "done", "out": args.out, "bytes": written.bytes, "bits_a_weight": written.bits_a_weight,
         }));
     } else {
-        eprintln!("{out}: {:.1} MB, {:.2} bits a weight", written.bytes as f64 / 1e6, written.bits_a_weight);
+        eprintln!("{out}: {:.1} MB, {:.2} bits per weight", written.bytes as f64 / 1e6, written.bits_a_weight);
     }
     Ok(ExitCode::SUCCESS)
 }

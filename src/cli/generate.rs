@@ -15,8 +15,8 @@ use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct GenerateArgs {
-    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for one GGUF
-    /// quantization, such as :Q4_K_M
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// Folder of a LoRA adapter to apply
@@ -37,7 +37,8 @@ pub(super) struct GenerateArgs {
     /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Top-p sampling: sample from the smallest set of tokens with this total probability [default: off]
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability [default:
+    /// off]
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[command(flatten)]

@@ -28,7 +28,7 @@ pub(super) struct MergeArgs {
     run: RunArgs,
 }
 
-/// A merge on any backend: none computes anything, and names the tensors alone.
+/// A merge, on any backend: no backend computes anything.
 struct Merge<'a> {
     source: ModelSource,
     out: &'a Path,

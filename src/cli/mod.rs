@@ -1,5 +1,5 @@
-//! The command line: a file a command, each of which parses, resolves and runs; wording and exit
-//! codes.
+//! The command line, one file per command. A command parses its arguments, resolves them and runs.
+//! Also messages and exit codes.
 
 mod arguments;
 mod bench;
@@ -95,8 +95,8 @@ pub(crate) fn main() -> ExitCode {
     })
 }
 
-/// CubeCL swallows panics of its device threads and goes on with garbage; here they end the
-/// program.
+/// CubeCL ignores panics of its device threads and continues with invalid results. Here such a
+/// panic ends the program.
 fn stop_on_device_panics() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

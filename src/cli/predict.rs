@@ -52,7 +52,7 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// An utterance for programs.
+/// A prediction as JSON.
 fn prediction_line(text: &str, prediction: &Prediction) -> String {
     let mut line = json!({ "event": "prediction" });
     if let (Value::Object(line), Value::Object(fields)) = (&mut line, prediction.json(text)) {
@@ -61,9 +61,9 @@ fn prediction_line(text: &str, prediction: &Prediction) -> String {
     format!("{line}\n")
 }
 
-/// An utterance for people.
+/// A prediction as text.
 fn prediction_text(text: &str, prediction: &Prediction) -> String {
-    let Some(intent) = &prediction.intent else { return format!("{text}\n  nothing was said\n") };
+    let Some(intent) = &prediction.intent else { return format!("{text}\n  empty utterance\n") };
     let mut shown = format!("{text}\n  {intent} ({:.1}%)\n", 100.0 * prediction.probability);
     let width = prediction.spans.iter().map(|span| span.slot.chars().count()).max().unwrap_or(0);
     for span in &prediction.spans {

@@ -30,8 +30,8 @@ pub(super) struct PrepareArgs {
     /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
-    /// Fraction of the documents, chosen at random, to hold out for validation [default: the end of the
-    /// data is held out]
+    /// Fraction of the documents, chosen at random, to hold out for validation [default: the end of
+    /// the data is held out]
     #[arg(long, value_name = "SHARE")]
     holdout_documents: Option<f64>,
     /// Print JSON, one object per line, on stdout; everything else goes to stderr

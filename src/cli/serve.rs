@@ -19,8 +19,8 @@ const KEY_VARIABLE: &str = "FIRECLAY_API_KEY";
 
 #[derive(Args)]
 pub(super) struct ServeArgs {
-    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for one GGUF
-    /// quantization, such as :Q4_K_M
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// Folder of a LoRA adapter to apply
@@ -50,18 +50,21 @@ pub(super) struct ServeArgs {
     /// Private key for HTTPS, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Maximum number of sequences decoded concurrently; further requests wait [default: 16 on the CPU, 256 on a GPU]
+    /// Maximum number of sequences decoded concurrently; further requests wait [default: 16 on the
+    /// CPU, 256 on a GPU]
     #[arg(long, value_name = "N")]
     rows: Option<usize>,
-    /// Maximum length of a sequence in tokens, prompt and output together [default: the model's context]
+    /// Maximum length of a sequence in tokens, prompt and output together [default: the model's
+    /// context]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
     /// Size of the KV cache in tokens: raise it if sequences are preempted [default: enough for --rows
     /// sequences of --context tokens, up to 4 GiB]
     #[arg(long, value_name = "N")]
     cache_tokens: Option<usize>,
-    /// Token budget of a step: one token per decoding sequence, the rest for prefill. A larger budget
-    /// speeds up prefill but lengthens the time between tokens [default: 4096 on CUDA, 2048 elsewhere]
+    /// Token budget of a step: one token per decoding sequence, the rest for prefill. A larger
+    /// budget speeds up prefill but lengthens the time between tokens [default: 4096 on CUDA, 2048
+    /// elsewhere]
     #[arg(long, value_name = "N")]
     step_tokens: Option<usize>,
     /// Maximum number of waiting requests, at most half of them from one client; further ones are

@@ -16,8 +16,9 @@ const SAMPLE: usize = 16 << 20;
 pub(super) enum TokenizerCommand {
     /// Train a byte-level BPE tokenizer
     Train {
-        /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the hub,
-        /// OWNER/NAME; or - for text or JSON on standard input. Only the first gigabyte is used
+        /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the
+        /// hub, OWNER/NAME; or - for text or JSON on standard input. Only the first gigabyte is
+        /// used
         #[arg(long, value_name = "PATH")]
         data: PathBuf,
         /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field

@@ -55,8 +55,8 @@ pub trait LoadedModel: Send {
     /// The tokenizer.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Generates from several prompts concurrently. `show` gets the index of a prompt and new text; `interrupt` ends all
-    /// outputs early.
+    /// Generates from several prompts concurrently. `show` gets the index of a prompt and new text;
+    /// `interrupt` ends all outputs early.
     ///
     /// # Errors
     /// If the model is an encoder, an option or a prompt is invalid, or the device fails.

@@ -77,8 +77,8 @@ pub(crate) fn defines<const N: usize>(values: [(&str, usize); N]) -> String {
     values.map(|(name, value)| format!("#define {name} {value}\n")).concat()
 }
 
-/// A source with each `#include "NAME"` replaced by the header of that name. Headers are replaced in order, so one may include
-/// those that follow.
+/// A source with each `#include "NAME"` replaced by the header of that name. Headers are replaced
+/// in order, so one may include those that follow.
 pub(crate) fn included(source: &str, headers: &[(&str, &str)]) -> String {
     let replaced =
         |source: String, (name, header): &(&str, &str)| source.replace(&format!("#include \"{name}\"\n"), header);

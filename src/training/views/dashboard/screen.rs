@@ -92,8 +92,8 @@ fn extent(values: impl Iterator<Item = f64> + Clone) -> Option<[f64; 2]> {
     Some([values.clone().reduce(f64::min)?, values.reduce(f64::max)?])
 }
 
-/// Steps and losses of the axes. The losses are those of the last nine tenths of the steps, so that the first ones do not flatten
-/// all that follow.
+/// Steps and losses of the axes. The losses are those of the last nine tenths of the steps, so that
+/// the first ones do not flatten all that follow.
 fn axes<'a>(points: impl Iterator<Item = &'a (f64, f64)> + Clone) -> Option<[[f64; 2]; 2]> {
     let [left, right] = extent(points.clone().map(|(step, _)| *step))?;
     let from = left + 0.1 * (right - left);
@@ -187,7 +187,7 @@ fn draw_foot(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let mut lines: Vec<Line<'_>> = state.warnings.iter().map(warning).collect();
     lines.push(match state.stopping {
         true => Line::styled(
-            "stopping and saving after this step; press again to stop without saving",
+            "stopping and saving after this step; press Ctrl-C again to stop without saving",
             Style::new().fg(Color::Red),
         ),
         false => Line::styled("q stop and save   l log scale", DIM),

@@ -246,9 +246,9 @@ __device__ __forceinline__ void each_logit(const Way& way, float floor, Then the
     }
 }
 // The least of the largest logits, none below `floor`, that weigh `wanted` together: one each, or,
-// by mass, a share of all probability. By the sums of
-// 512 equal parts of the interval, then of 512 of the part where the cut is, three times. Sums are of integers, so that their order does not matter: of
-// two halves of 14 bits each, which do where so many tokens share the probability.
+// by mass, a share of all probability. By the sums of 512 equal parts of the interval, then of 512
+// of the part where the cut is, three times. Sums are of integers, so that their order does not
+// matter: of two halves of 14 bits each, which do where so many tokens share the probability.
 __device__ __noinline__ float selected(const Way& way, DrawMemory& memory, float floor, float top, float wanted, bool by_mass) {
     const int thread = threadIdx.x;
     float low = top;
