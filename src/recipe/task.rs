@@ -14,7 +14,7 @@ pub enum TaskName {
     /// Predict the next token
     #[default]
     Language,
-    /// Write what the assistant says in conversations
+    /// Predict the assistant's messages in conversations
     Chat,
     /// Prefer one answer to another (DPO)
     Preference,

@@ -48,7 +48,7 @@ pub struct Norm<B: Backend> {
 }
 
 impl<B: Backend> Norm<B> {
-    /// A layer norm with scale `gamma` and, where there is one, shift `beta`.
+    /// A layer norm with scale `gamma` and optional shift `beta`.
     pub fn layer(gamma: Tensor<B, 1>, beta: Option<Tensor<B, 1>>, epsilon: f64) -> Self {
         Self { kind: NormKind::LayerNorm, gamma, beta, epsilon }
     }
@@ -59,7 +59,7 @@ impl<B: Backend> Norm<B> {
     }
 }
 
-/// What the forward pass of a norm gives.
+/// Result of a norm's forward pass.
 #[derive(Clone, Debug)]
 pub struct NormOutput<B: Backend> {
     /// `[rows, d_model]`, of the input's dtype.
@@ -72,7 +72,7 @@ pub struct NormOutput<B: Backend> {
 
 parts!(NormOutput { output, mean, inverse_deviation });
 
-/// What the backward pass of a norm gives.
+/// Result of a norm's backward pass.
 #[derive(Clone, Debug)]
 pub struct NormGradients<B: Backend> {
     /// `[rows, d_model]`, of the input's dtype.
@@ -96,12 +96,12 @@ impl<B: Backend> Norm<B> {
     }
 }
 
-/// What [`norm`] computes with.
+/// Operands of [`norm`].
 #[derive(Clone, Debug)]
 pub struct NormForward<B: Backend> {
     /// `[rows, d_model]`.
     pub x: Tensor<B, 2>,
-    /// The norm, its weights `[d_model]`.
+    /// The norm, with weights `[d_model]`.
     pub norm: Norm<B>,
 }
 
@@ -112,12 +112,12 @@ impl<B: Backend> Operands for NormForward<B> {
     }
 }
 
-/// What the gradient of [`norm`] is computed with.
+/// Operands of the backward pass of [`norm`].
 #[derive(Clone, Debug)]
 pub struct NormBackward<B: Backend> {
     /// Gradient of the output, `[rows, d_model]`.
     pub grad: Tensor<B, 2>,
-    /// The input as it was.
+    /// The input of the forward pass.
     pub x: Tensor<B, 2>,
     /// Mean of each row, `[rows, 1]` f32, for layer norms.
     pub mean: Option<Tensor<B, 2>>,
@@ -125,10 +125,10 @@ pub struct NormBackward<B: Backend> {
     pub inverse_deviation: Tensor<B, 2>,
     /// The norm.
     pub norm: Norm<B>,
-    /// Whether its weights are to have gradients.
+    /// Whether its weights are trained, so that they have gradients.
     pub trained: bool,
-    /// Where `x` also goes around the norm, the gradient that it has from there, `[rows, d_model]`:
-    /// added to its gradient from here.
+    /// The gradient of `x` through a residual connection around the norm, `[rows, d_model]`: added
+    /// to the gradient of `x`.
     pub residual: Option<Tensor<B, 2>>,
 }
 
