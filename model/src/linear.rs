@@ -67,7 +67,8 @@ impl<B: Backend> Magnitude<B> {
     /// The squared length of a row is `|w|^2 + 2 scale w (b a)^T + scale^2 |b a|^2`: the sum of the two matrices is
     /// never formed.
     fn factors(&self, base: &Matrix<B>, adapter: &Adapter<B>) -> Tensor<B, 1> {
-        let (a, b, scale) = (adapter.a.val().detach(), adapter.b.val().detach(), adapter.scale);
+        let [a, b] = [&adapter.a, &adapter.b].map(Matrix::constant);
+        let scale = adapter.scale;
         let along = linear(a.clone(), base.weight(), None).transpose();
         let along = (along * b.clone()).sum_dim(1).squeeze_dim::<1>(1);
         let gram = a.clone().matmul(a.transpose());

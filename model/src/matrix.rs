@@ -36,6 +36,12 @@ impl<B: Backend> Matrix<B> {
         self.parameter.val()
     }
 
+    /// The parameter's value, without a gradient.
+    pub(crate) fn constant(&self) -> Tensor<B, 2> {
+        // What is detached of a trained parameter would be trained itself.
+        self.parameter.val().detach().set_require_grad(false)
+    }
+
     /// `[d_output, d_input]`.
     pub fn dims(&self) -> [usize; 2] {
         let dims = self.parameter.lazy_shape();

@@ -117,11 +117,13 @@ impl ModelFolder {
         if let Some(adapter) = &self.adapter {
             let grown = adapter.vocab_size(family).filter(|size| *size != config.vocab_size);
             config.vocab_size = grown.unwrap_or(config.vocab_size);
-            let changes = |name: Option<&str>| name.is_some_and(|name| adapter.update(name).is_some());
-            // A tied table is changed for both uses only if new tokens come with it.
-            if changes(family.embedding_name()) != changes(family.head_name()) && grown.is_none() {
-                config.tied_embeddings = false;
-            }
+            let update = |name: Option<&str>| name.and_then(|name| adapter.update(name));
+            // A tied table is changed for both uses if new tokens come with it, or if both have the same values.
+            config.tied_embeddings &= match (update(family.embedding_name()), update(family.head_name())) {
+                (Some(table), Some(head)) => table == head,
+                (None, None) => true,
+                _ => grown.is_some(),
+            };
         }
         Ok((family, config))
     }
@@ -413,6 +415,8 @@ impl ModelFolder {
                 Some(problem) => problems.push(problem),
             }
         }
+        // The update of a tied table is both uses'.
+        updated.extend(names.head().filter(|_| config.tied_embeddings).map(str::to_string));
         let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !names.ignores(name));
         problems.extend(unknown.map(|name| format!("{name} is not part of such a model")));
         if let Some(adapter) = &self.adapter

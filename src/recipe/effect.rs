@@ -1,8 +1,9 @@
 //! Settings that would change nothing: they are refused by name, since whoever sets one expects an effect.
 
 use super::schedule::ScheduleKind;
-use super::schema::{AdapterKind, Recipe};
+use super::schema::Recipe;
 use super::task::TaskName::{Chat, IntentSlot, Language, Preference};
+use super::tuning::AdapterKind;
 use crate::failure::Failure;
 
 impl Recipe {

@@ -6,7 +6,8 @@ use fireclay_model::TransformerConfig;
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-use super::schema::{DataRecipe, LoraRecipe, PreferenceRecipe, Recipe, TrainingRecipe, is_unknown};
+use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
+use super::tuning::{LoraRecipe, PreferenceRecipe};
 use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 

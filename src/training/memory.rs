@@ -7,7 +7,8 @@ use fireclay_kernels::Backend;
 use fireclay_kernels::notices::{Level, notice};
 use fireclay_model::{Transformer, trained_parameters};
 
-use crate::recipe::schema::{AdapterKind, BaseKind, Recipe};
+use crate::recipe::schema::Recipe;
+use crate::recipe::tuning::{AdapterKind, BaseKind};
 
 /// What helps the run of this process, should the device run out of memory.
 static ADVICE: Mutex<Option<String>> = Mutex::new(None);

@@ -53,26 +53,27 @@ for loss in LOSSES:
             gradient_checkpointing=False, bf16=False,
         )
         trainer = DPOTrainer(
-            AutoModelForCausalLM.from_pretrained(HERE / "llama", dtype=torch.float32),
+            AutoModelForCausalLM.from_pretrained(HERE / "llama", dtype=torch.float64),
             args=arguments,
             train_dataset=Dataset.from_list([{"prompt": "q", "chosen": "a", "rejected": "b"}]),
             processing_class=tokenizer,
             peft_config=config,
         )
-        model = trainer.model.train()
+        # In f64, so that the figures are right to the last bit of f32.
+        model = trainer.model.train().double()
         named = {
             key.replace(".default", ""): parameter for key, parameter in model.named_parameters() if parameter.requires_grad
         }
         assert named.keys() == adapter.keys(), (sorted(named)[:3], sorted(adapter)[:3])
         with torch.no_grad():
             for key, parameter in named.items():
-                parameter.copy_(adapter[key])
+                parameter.copy_(adapter[key].double())
         batch = DataCollatorForPreference(pad_token_id=0)(pairs)
         value = trainer._compute_loss(model, batch, False)
         value.backward()
-        golden[f"{loss}.loss"] = value.detach()[None]
+        golden[f"{loss}.loss"] = value.detach()[None].float()
         for key, parameter in named.items():
-            golden[f"{loss}.gradient.{key}"] = parameter.grad.contiguous()
+            golden[f"{loss}.gradient.{key}"] = parameter.grad.contiguous().float()
         metrics = trainer._metrics["train"]
         names = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
         golden[f"{loss}.rewards"] = torch.tensor([metrics[name][-1] for name in names])

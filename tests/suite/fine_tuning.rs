@@ -327,7 +327,7 @@ fn conversations_that_are_cut_off_leave_no_nan() {
     base_and_chats(folder);
     // Some answers are cut off, some wholly.
     let line = |at: usize| {
-        let (prompt, completion) = ("kiln ".repeat(1 + at % 16), "cone ".repeat(1 + at % 5));
+        let (prompt, completion) = ("kiln ".repeat(1 + at % 40), "cone ".repeat(1 + at % 5));
         json!({ "prompt": prompt, "completion": completion }).to_string()
     };
     std::fs::write(folder.join("chats.jsonl"), (0..60).map(line).collect::<Vec<_>>().join("\n")).expect("writable");

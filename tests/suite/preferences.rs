@@ -165,7 +165,7 @@ fn assert_learns(lines: &[Value], what: &str) {
         assert!(number(first, reward).abs() < 1e-5, "{what}: {first}");
     }
     let done = lines.last().expect("a summary");
-    assert!(number(done, "valid_loss") < 0.3 && number(done, "rewards/margins") > 1.0, "{what}: {done}");
+    assert!(number(done, "valid_loss") < 0.6 && number(done, "rewards/margins") > 0.3, "{what}: {done}");
     assert_eq!(number(done, "rewards/accuracies"), 1.0, "{what}: {done}");
 }
 

@@ -8,10 +8,7 @@
 //! The answer depends on the prompt: of 12 heroes, 8 animals and 8 names of animals. Its words are those of the stories, so
 //! that a model that was trained on these knows them.
 
-use serde_json::{Map, Value, json};
-
 use super::stories::{Beginning, StoryGrammar};
-use crate::conversations::Conversation;
 
 /// How many there are.
 const COUNT: u64 = 250;
@@ -19,23 +16,14 @@ const COUNT: u64 = 250;
 /// Stories that neither training nor validation on the stories reads.
 const SEED: u64 = 0x6368_6174;
 
-/// The conversations, always the same.
-pub(crate) fn chats() -> Vec<Conversation> {
+/// The prompts, each with its answer, always the same.
+pub(crate) fn chats() -> Vec<[String; 2]> {
     let grammar = StoryGrammar::new();
-    let conversation = |index: u64| {
+    let chat = |index: u64| {
         let Beginning { text, hero, animal, pet } = grammar.beginning(SEED, index);
-        let turn = |role: &str, content: String| json!({ "role": role, "content": content });
-        Conversation {
-            messages: vec![
-                turn("user", text),
-                turn("assistant", format!("There was {hero} and a {animal} called {pet}.")),
-            ],
-            tools: Value::Null,
-            variables: Map::new(),
-            supervised: vec![false, true],
-        }
+        [text, format!("There was {hero} and a {animal} called {pet}.")]
     };
-    (0..COUNT).map(conversation).collect()
+    (0..COUNT).map(chat).collect()
 }
 
 #[cfg(test)]
@@ -49,21 +37,19 @@ mod tests {
     fn answers_depend_on_prompts_and_use_the_words_of_the_stories() {
         let tokenizer = Tokenizer::words(&StoryGrammar::new().vocabulary()).expect("a tokenizer");
         let (mut prompts, mut answers) = (HashSet::new(), HashSet::new());
-        for Conversation { messages, .. } in chats() {
-            let [prompt, answer] =
-                [&messages[0], &messages[1]].map(|message| message["content"].as_str().expect("text"));
+        for [prompt, answer] in &chats() {
             for text in [prompt, answer] {
                 let tokens = tokenizer.encode(text).expect("known words");
-                assert_eq!(tokenizer.decode(&tokens).expect("decodes"), text);
+                assert_eq!(&tokenizer.decode(&tokens).expect("decodes"), text);
             }
             let facts = answer.trim_end_matches('.').split(' ').collect::<Vec<_>>();
             let [_, _, hero, _, _, animal, _, pet] = facts[..] else { panic!("{answer}") };
-            for fact in [hero, animal, pet] {
-                assert!(prompt.contains(fact), "{prompt}: {answer}");
+            for fact in &[hero, animal, pet] {
+                assert!(prompt.contains(*fact), "{prompt}: {answer}");
             }
             assert_eq!(prompt.matches('.').count(), 2, "{prompt}");
-            prompts.insert(prompt.to_string());
-            answers.insert(answer.to_string());
+            prompts.insert(prompt.clone());
+            answers.insert(answer.clone());
         }
         assert_eq!(prompts.len(), COUNT as usize);
         assert!(answers.len() > 150, "{}", answers.len());

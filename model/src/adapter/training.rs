@@ -256,7 +256,7 @@ impl<B: Backend> Transformer<B> {
 
 /// The squared length of each row of a weight, f32.
 fn row_squares<B: Backend>(matrix: &Matrix<B>) -> Tensor<B, 1> {
-    let weight = matrix.weight().into_float(FloatDType::F32).detach().cast(DType::F32);
+    let weight = matrix.weight().into_float(FloatDType::F32).detach().set_require_grad(false).cast(DType::F32);
     weight.powi_scalar(2).sum_dim(1).squeeze_dim::<1>(1)
 }
 

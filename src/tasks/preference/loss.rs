@@ -8,7 +8,8 @@ use fireclay_model::{Tokens, Transformer};
 use serde::{Deserialize, Serialize};
 
 use super::batch::PairBatch;
-use crate::recipe::schema::{PreferenceLoss, PreferenceRecipe, Recipe};
+use crate::recipe::schema::Recipe;
+use crate::recipe::tuning::{PreferenceLoss, PreferenceRecipe};
 
 /// Means over pairs. The reward of an answer is `beta` times the log-ratio of its probabilities with the policy and the
 /// reference.
