@@ -7,6 +7,7 @@ pub mod intent_slot;
 pub mod language;
 pub mod preference;
 pub(crate) mod resolve;
+pub mod rewards;
 pub mod scores;
 pub mod validation;
 
@@ -20,7 +21,8 @@ pub use batch::Batch;
 pub use chat::Chat;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
-pub use preference::{Preferences, Rewards};
+pub use preference::Preferences;
+pub use rewards::Rewards;
 pub use scores::{ClassificationReport, Scores};
 pub use validation::{Validation, ValidationOutput};
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::preference::Rewards;
+use super::rewards::Rewards;
 use super::scores::Scores;
 
 /// A model's result on held-out data.

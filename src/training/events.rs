@@ -4,7 +4,7 @@ use fireclay_kernels::recorder::Memory;
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
-use crate::tasks::preference::Rewards;
+use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 

@@ -112,7 +112,7 @@ impl LoraFiles {
 
     /// Whether a folder holds an adapter, and no model.
     pub fn are_alone_in(folder: &Path) -> bool {
-        Self::are_in(folder) && !folder.join(crate::weights::CONFIG).exists()
+        Self::are_in(folder) && !folder.join("config.json").exists()
     }
 
     /// Reads the adapter in a folder.

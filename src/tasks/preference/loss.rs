@@ -5,47 +5,11 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use fireclay_datasets::DeviceTokens;
 use fireclay_kernels::Backend;
 use fireclay_model::{Tokens, Transformer};
-use serde::{Deserialize, Serialize};
 
 use super::batch::PairBatch;
 use crate::recipe::schema::Recipe;
 use crate::recipe::tuning::{PreferenceLoss, PreferenceRecipe};
-
-/// Means over pairs. The reward of an answer is `beta` times the log-ratio of its probabilities with the policy and the
-/// reference.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Rewards {
-    /// Of chosen answers.
-    pub chosen: f64,
-    /// Of rejected answers.
-    pub rejected: f64,
-    /// Of chosen over rejected answers.
-    pub margins: f64,
-    /// The share of pairs whose chosen answer has the larger reward, from 0 to 1.
-    pub accuracies: f64,
-}
-
-impl Rewards {
-    /// How many figures they are on the device.
-    pub(crate) const COUNT: usize = 4;
-
-    /// Of their figures on the device, in their order.
-    pub(crate) fn of(figures: &[f64]) -> Option<Self> {
-        let [chosen, rejected, margins, accuracies] = *figures else { return None };
-        Some(Self { chosen, rejected, margins, accuracies })
-    }
-
-    /// With the names that TRL gives them.
-    pub(crate) fn named(self) -> [(&'static str, f64); Self::COUNT] {
-        let Self { chosen, rejected, margins, accuracies } = self;
-        [
-            ("rewards/chosen", chosen),
-            ("rewards/rejected", rejected),
-            ("rewards/margins", margins),
-            ("rewards/accuracies", accuracies),
-        ]
-    }
-}
+use crate::tasks::rewards::Rewards;
 
 /// The loss of each pair, `[pairs]`, of log-probabilities `[2 * pairs]` of chosen and rejected answers in turn, with the
 /// policy and with the reference; `lengths` counts their tokens.

@@ -18,8 +18,9 @@ use fireclay_model::Transformer;
 use rayon::prelude::*;
 
 pub use self::batch::PairBatch;
-pub use self::loss::{Rewards, loss_by, pair_losses};
+pub use self::loss::{loss_by, pair_losses};
 use super::chat::{ChatFolder, Example, Masker, Rows, held_out};
+use super::rewards::Rewards;
 use super::validation::Validation;
 use crate::device_read::read_scalars;
 use crate::failure::Failure;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
 use crate::progress::duration;
-use crate::tasks::preference::Rewards;
+use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};

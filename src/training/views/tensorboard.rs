@@ -14,7 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::failure::Failure;
 use crate::run_folder::TENSORBOARD;
-use crate::tasks::preference::Rewards;
+use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};
