@@ -345,10 +345,6 @@ fn conversations_that_are_cut_off_leave_no_nan() {
 
 #[test]
 fn a_model_of_the_stories_is_taught_to_answer_by_the_embedded_conversations() {
-    // In minutes on lavapipe.
-    if matches!(crate::backend().as_str(), "wgpu" | "vulkan") {
-        return;
-    }
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
     let fireclay = |args: &[&str]| {
