@@ -12,6 +12,10 @@ use crate::rotary::RotaryScaling;
 pub enum NormPlacement {
     /// Before each sub-layer, and once more after the last block (GPT-2, Llama).
     Pre,
+    /// On each sub-layer's output before it is added, and once more after the last block (OLMo 2).
+    Output,
+    /// Before each sub-layer, on its output, and once more after the last block (Gemma).
+    Both,
     /// After each residual sum, and once after the embeddings (BERT).
     Post,
 }
@@ -73,6 +77,16 @@ pub struct TransformerConfig {
     pub norm_placement: NormPlacement,
     /// Learned, rotary or none.
     pub positions: Positions,
+    /// Rotary positions of layers with a window, if they differ from those of others (Gemma 3, OLMo
+    /// 3).
+    #[serde(default)]
+    pub window_positions: Option<Positions>,
+    /// Layers without rotary positions, counted from zero, in order (SmolLM3).
+    #[serde(default)]
+    pub layers_without_positions: Vec<usize>,
+    /// Number of elements of a head that rotate, the first ones; all by default (Phi-4-mini).
+    #[serde(default)]
+    pub rotary_dim: Option<usize>,
     /// Number of token types with an embedding; 0 for none.
     pub token_types: usize,
     /// Causal or bidirectional.
@@ -84,6 +98,27 @@ pub struct TransformerConfig {
     pub layer_windows: Vec<usize>,
     /// RMS norm over each head of queries and keys (Qwen3).
     pub qk_norm: bool,
+    /// Whether `qk_norm` is over all heads together (OLMo 2).
+    #[serde(default)]
+    pub joint_qk_norm: bool,
+    /// Scale of attention scores; `1 / sqrt(head_dim)` by default.
+    #[serde(default)]
+    pub attention_scale: Option<f64>,
+    /// Soft-capping of attention scores `s`: `cap * tanh(s / cap)` (Gemma 2).
+    #[serde(default)]
+    pub attention_softcap: Option<f64>,
+    /// Soft-capping of logits (Gemma 2).
+    #[serde(default)]
+    pub logit_softcap: Option<f64>,
+    /// Factor on token embeddings (Gemma, Granite).
+    #[serde(default = "one")]
+    pub embedding_multiplier: f64,
+    /// Factor on what each sub-layer adds to the residual stream (Granite).
+    #[serde(default = "one")]
+    pub residual_multiplier: f64,
+    /// Divides logits (Granite).
+    #[serde(default = "one")]
+    pub logit_divisor: f64,
     /// Bias on the query, key and value projection.
     pub qkv_bias: bool,
     /// Bias on attention's output projection.
@@ -109,6 +144,10 @@ pub struct TransformerConfig {
     /// Number of tags of an encoder's head; 0 for no head.
     #[serde(default)]
     pub tags: usize,
+}
+
+fn one() -> f64 {
+    1.0
 }
 
 /// A contradiction between settings.
@@ -142,11 +181,21 @@ impl TransformerConfig {
             norm_epsilon: 1e-5,
             norm_placement: NormPlacement::Pre,
             positions: Positions::Learned,
+            window_positions: None,
+            layers_without_positions: Vec::new(),
+            rotary_dim: None,
             token_types: 0,
             attention: AttentionDirection::Causal,
             sliding_window: None,
             layer_windows: Vec::new(),
             qk_norm: false,
+            joint_qk_norm: false,
+            attention_scale: None,
+            attention_softcap: None,
+            logit_softcap: None,
+            embedding_multiplier: 1.0,
+            residual_multiplier: 1.0,
+            logit_divisor: 1.0,
             qkv_bias: true,
             output_bias: true,
             feed_forward_bias: true,
@@ -225,6 +274,74 @@ impl TransformerConfig {
         }
     }
 
+    /// Gemma 2's shape (Gemma Team, 2024): norms around each sub-layer, scores and logits that are
+    /// soft-capped, and a window in every other layer, beginning with the first.
+    pub fn gemma2(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        sliding_window: usize,
+    ) -> Self {
+        Self {
+            norm_epsilon: 1e-6,
+            norm_placement: NormPlacement::Both,
+            layer_windows: (0..n_layers).map(|layer| if layer % 2 == 0 { sliding_window } else { 0 }).collect(),
+            attention_softcap: Some(50.0),
+            logit_softcap: Some(30.0),
+            embedding_multiplier: (d_model as f64).sqrt(),
+            activation: ActivationKind::GeluTanh,
+            tied_embeddings: true,
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// Gemma 3's shape (Gemma Team, 2025), text only: norms of queries and keys instead of soft-capping,
+    /// and a window with its own rotary base in five of six layers.
+    pub fn gemma3(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        sliding_window: usize,
+    ) -> Self {
+        let rotary = |base: f64| Positions::Rotary { base, scaling: RotaryScaling::None };
+        Self {
+            qk_norm: true,
+            layer_windows: (1..=n_layers).map(|layer| if layer % 6 == 0 { 0 } else { sliding_window }).collect(),
+            positions: rotary(1e6),
+            window_positions: Some(rotary(1e4)),
+            attention_softcap: None,
+            logit_softcap: None,
+            ..Self::gemma2(vocab_size, context_length, d_model, n_layers, n_heads, sliding_window)
+        }
+    }
+
+    /// OLMo 2's shape (OLMo Team, 2024): norms on sub-layers' outputs, and over all query and all
+    /// key heads.
+    pub fn olmo2(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            norm_placement: NormPlacement::Output,
+            qk_norm: true,
+            joint_qk_norm: true,
+            positions: Positions::Rotary { base: 5e5, scaling: RotaryScaling::None },
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// SmolLM3's shape (Hugging Face, 2025): no positions in every fourth layer.
+    pub fn smollm3(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            norm_epsilon: 1e-6,
+            positions: Positions::Rotary { base: 2e6, scaling: RotaryScaling::None },
+            layers_without_positions: (0..n_layers).filter(|layer| layer % 4 == 3).collect(),
+            tied_embeddings: true,
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
     /// BERT's encoder (Devlin et al., 2018) in the given sizes.
     pub fn bert(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
         Self {
@@ -253,6 +370,12 @@ impl TransformerConfig {
         with_norm_placement: norm_placement, NormPlacement;
         /// With learned, rotary or no positions.
         with_positions: positions, Positions;
+        /// With other rotary positions in layers with a window.
+        with_window_positions: window_positions, Option<Positions>;
+        /// Without positions in these layers.
+        with_layers_without_positions: layers_without_positions, Vec<usize>;
+        /// With this many rotating elements of a head.
+        with_rotary_dim: rotary_dim, Option<usize>;
         /// With vectors for this many token types.
         with_token_types: token_types, usize;
         /// Causal or bidirectional.
@@ -263,6 +386,20 @@ impl TransformerConfig {
         with_layer_windows: layer_windows, Vec<usize>;
         /// With norms on queries and keys.
         with_qk_norm: qk_norm, bool;
+        /// With norms of queries and keys over all heads together.
+        with_joint_qk_norm: joint_qk_norm, bool;
+        /// With this scale of attention scores.
+        with_attention_scale: attention_scale, Option<f64>;
+        /// With soft-capped attention scores.
+        with_attention_softcap: attention_softcap, Option<f64>;
+        /// With soft-capped logits.
+        with_logit_softcap: logit_softcap, Option<f64>;
+        /// With this factor on token embeddings.
+        with_embedding_multiplier: embedding_multiplier, f64;
+        /// With this factor on what sub-layers add.
+        with_residual_multiplier: residual_multiplier, f64;
+        /// With logits divided by this.
+        with_logit_divisor: logit_divisor, f64;
         /// With a bias on queries, keys and values.
         with_qkv_bias: qkv_bias, bool;
         /// With a bias on attention's output.
@@ -333,6 +470,27 @@ impl TransformerConfig {
                 format!("head_dim ({}) is odd, but positions are rotary and turn pairs", self.head_dim),
             ),
             (
+                self.rotary_dim.is_some_and(|dim| dim == 0 || dim % 2 == 1 || dim > self.head_dim),
+                format!("rotary_dim ({:?}) is not an even number up to head_dim ({})", self.rotary_dim, self.head_dim),
+            ),
+            (
+                !matches!(self.positions, Positions::Rotary { .. })
+                    && (self.rotary_dim.is_some()
+                        || self.window_positions.is_some()
+                        || !self.layers_without_positions.is_empty()),
+                "rotary_dim, window_positions and layers_without_positions are set, but positions are not rotary"
+                    .into(),
+            ),
+            (
+                self.window_positions.as_ref().is_some_and(|own| !matches!(own, Positions::Rotary { .. })),
+                "window_positions are not rotary, but positions are".into(),
+            ),
+            (
+                self.layers_without_positions.iter().any(|layer| *layer >= self.n_layers),
+                format!("layers_without_positions has a layer that is not below n_layers ({})", self.n_layers),
+            ),
+            (self.joint_qk_norm && !self.qk_norm, "joint_qk_norm is set, but qk_norm is not".into()),
+            (
                 self.sliding_window.is_some() && self.attention == AttentionDirection::Bidirectional,
                 "sliding_window is set, but attention is bidirectional: a window looks back only".into(),
             ),
@@ -379,6 +537,18 @@ impl TransformerConfig {
                 return Err(ConfigError(format!("{name} ({value}) must be a number, and not below 0")));
             }
         }
+        for (name, value) in [
+            ("attention_scale", self.attention_scale),
+            ("attention_softcap", self.attention_softcap),
+            ("logit_softcap", self.logit_softcap),
+            ("embedding_multiplier", Some(self.embedding_multiplier)),
+            ("residual_multiplier", Some(self.residual_multiplier)),
+            ("logit_divisor", Some(self.logit_divisor)),
+        ] {
+            if let Some(value) = value.filter(|value| !(value.is_finite() && *value > 0.0)) {
+                return Err(ConfigError(format!("{name} ({value}) must be a number above 0")));
+            }
+        }
         Ok(())
     }
 
@@ -401,12 +571,15 @@ impl TransformerConfig {
             + usize::from(self.qkv_bias) * qkv
             + self.n_heads * self.head_dim * self.d_model
             + usize::from(self.output_bias) * self.d_model
-            + usize::from(self.qk_norm) * 2 * self.head_dim;
+            + usize::from(self.qk_norm)
+                * self.head_dim
+                * if self.joint_qk_norm { self.n_heads + self.n_kv_heads } else { 2 };
         let up = self.up_width();
         let feed_forward =
             self.d_model * up + self.d_ff * self.d_model + usize::from(self.feed_forward_bias) * (up + self.d_model);
         let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
-        self.n_layers * (attention + feed_forward + 2 * norm)
+        let norms = if self.norm_placement == NormPlacement::Both { 4 } else { 2 };
+        self.n_layers * (attention + feed_forward + norms * norm)
             + norm
             + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
             + self.d_model * (self.intents + self.tags)
@@ -419,6 +592,28 @@ impl TransformerConfig {
             true => self.init_deviation / (2.0 * self.n_layers as f64).sqrt(),
             false => self.init_deviation,
         }
+    }
+
+    /// Number of elements of a head that rotate.
+    pub(crate) fn rotated(&self) -> usize {
+        self.rotary_dim.unwrap_or(self.head_dim)
+    }
+
+    /// The context as `config.json` has it: longer if longrope's long factors reach further.
+    pub(crate) fn longest_context(&self) -> usize {
+        match &self.positions {
+            Positions::Rotary { scaling: RotaryScaling::LongRope { longest, .. }, .. } => {
+                self.context_length.max(*longest)
+            }
+            _ => self.context_length,
+        }
+    }
+
+    /// The distinct rotary positions of the layers, of which [`LayerConfig`](crate::LayerConfig) has
+    /// the index.
+    pub(crate) fn rotary_positions(&self) -> impl Iterator<Item = &Positions> {
+        let rotary = std::iter::once(&self.positions).chain(&self.window_positions);
+        rotary.filter(|positions| matches!(positions, Positions::Rotary { .. }))
     }
 
     /// Rows of the joint query, key and value projection.
@@ -458,6 +653,20 @@ mod tests {
             (base.clone().with_token_types(2), ["token_types", "attention"]),
             (base.clone().with_norm_placement(NormPlacement::Post), ["residual_scaling", "norm_placement"]),
             (base.clone().with_intents(2), ["intents", "tags"]),
+            (base.clone().with_joint_qk_norm(true), ["joint_qk_norm", "qk_norm"]),
+            (base.clone().with_rotary_dim(Some(2)), ["rotary_dim", "positions"]),
+            (TransformerConfig::llama(10, 8, 12, 1, 3).with_rotary_dim(Some(6)), ["rotary_dim", "head_dim"]),
+            (
+                TransformerConfig::llama(10, 8, 12, 1, 3).with_layers_without_positions(vec![1]),
+                ["layers_without_positions", "n_layers"],
+            ),
+            (
+                TransformerConfig::llama(10, 8, 12, 1, 3).with_window_positions(Some(Positions::None)),
+                ["window_positions", "rotary"],
+            ),
+            (base.clone().with_attention_scale(Some(-1.0)), ["attention_scale", "above 0"]),
+            (base.clone().with_logit_softcap(Some(0.0)), ["logit_softcap", "above 0"]),
+            (base.clone().with_residual_multiplier(f64::NAN), ["residual_multiplier", "above 0"]),
             (base.clone().with_intents(2).with_tags(3), ["tags", "attention"]),
         ];
         for (config, fields) in cases {

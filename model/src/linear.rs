@@ -120,6 +120,18 @@ impl<B: Backend> Adapter<B> {
     }
 }
 
+/// Operands of a projection whose result is multiplied by `factor`.
+pub(crate) fn scaled<B: Backend>(
+    x: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    factor: f64,
+) -> (Tensor<B, 2>, Option<Tensor<B, 1>>) {
+    if factor == 1.0 {
+        return (x, bias);
+    }
+    (x.mul_scalar(factor), bias.map(|bias| bias.mul_scalar(factor)))
+}
+
 fn normed<B: Backend>(x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
     match pre_norm {
         Some(weights) => norm(x, weights),

@@ -33,7 +33,7 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         Family::Llama | Family::Mistral => Architecture::Llama,
         Family::Qwen2 => Architecture::Qwen2,
         Family::Qwen3 => Architecture::Qwen3,
-        Family::Bert | Family::Fireclay => {
+        _ => {
             return Err(ConfigError(format!(
                 "model_type is '{}'; export supports gpt2, llama, mistral, qwen2 and qwen3",
                 family.model_type()
@@ -111,12 +111,13 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
                 put("rope.scaling.attn_factor", GgufValue::Number((magnitude / usual) as f32));
             }
         }
-        RotaryScaling::LongRope { short_factors, magnitude } if has_factors => {
+        RotaryScaling::LongRope { short_factors, long_factors, magnitude, .. } if has_factors => {
             scaled("longrope", 1.0, Some(c.context_length));
             put("rope.scaling.attn_factor", GgufValue::Number(*magnitude as f32));
             let short: Vec<f32> = short_factors.iter().map(|factor| *factor as f32).collect();
-            factors.push((FACTORS[1], short.clone()));
-            factors.push((FACTORS[2], short));
+            let long = if long_factors.is_empty() { short_factors } else { long_factors };
+            factors.push((FACTORS[1], short));
+            factors.push((FACTORS[2], long.iter().map(|factor| *factor as f32).collect()));
         }
         RotaryScaling::Llama3 { .. } => return cannot(format!("rope_type is llama3 in a model of {name}")),
         RotaryScaling::LongRope { .. } => return cannot(format!("rope_type is longrope in a model of {name}")),

@@ -3,6 +3,7 @@
 use fireclay_kernels::{ActivationKind, NormKind};
 use serde_json::{Map, Value, json};
 
+use super::descendants;
 use super::family::{FAMILIES, Family};
 use super::quantization::Quantization;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
@@ -44,6 +45,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                 "hidden_act": activation_name(c.activation), "rms_norm_eps": c.norm_epsilon,
                 "attention_dropout": c.dropout,
             });
+            own["max_position_embeddings"] = json!(c.longest_context());
             if let Positions::Rotary { base, scaling } = &c.positions {
                 own["rope_theta"] = json!(base);
                 own["rope_scaling"] = write_scaling(scaling, c.context_length);
@@ -53,7 +55,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                     own["attention_bias"] = json!(c.qkv_bias);
                     own["mlp_bias"] = json!(c.feed_forward_bias);
                 }
-                Family::Mistral => own["sliding_window"] = json!(c.sliding_window),
+                Family::Mistral if c.layer_windows.is_empty() => own["sliding_window"] = json!(c.sliding_window),
                 _ => {
                     let windows: Vec<Option<usize>> = c.layers().map(|layer| layer.window).collect();
                     let window = windows.iter().copied().flatten().max();
@@ -62,8 +64,10 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                         None => "full_attention",
                     };
                     own["sliding_window"] = json!(window);
-                    own["use_sliding_window"] = json!(window.is_some());
-                    own["max_window_layers"] = json!(0);
+                    if family != Family::Mistral {
+                        own["use_sliding_window"] = json!(window.is_some());
+                        own["max_window_layers"] = json!(0);
+                    }
                     own["layer_types"] = json!(windows.iter().map(kind).collect::<Vec<_>>());
                     if family == Family::Qwen3 {
                         own["attention_bias"] = json!(c.qkv_bias);
@@ -73,6 +77,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
             own
         }
         Family::Fireclay => json!({}),
+        _ => descendants::write(family, c),
     };
     let mut written = Map::new();
     for part in [shared, own] {
@@ -105,11 +110,11 @@ const ACTIVATIONS: [(ActivationKind, &str); 12] = [
     (ActivationKind::Silu, "swish"),
 ];
 
-fn activation_name(activation: ActivationKind) -> &'static str {
+pub(super) fn activation_name(activation: ActivationKind) -> &'static str {
     ACTIVATIONS.iter().find(|(known, _)| *known == activation).map_or("", |(_, name)| name)
 }
 
-fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
+pub(super) fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
     match scaling {
         RotaryScaling::None => Value::Null,
         RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
@@ -128,8 +133,9 @@ fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
             })
         }
         // The short factors are valid up to this length.
-        RotaryScaling::LongRope { short_factors, magnitude } => json!({
-            "rope_type": "longrope", "short_factor": short_factors, "long_factor": short_factors,
+        RotaryScaling::LongRope { short_factors, long_factors, magnitude, .. } => json!({
+            "rope_type": "longrope", "short_factor": short_factors,
+            "long_factor": if long_factors.is_empty() { short_factors } else { long_factors },
             "attention_factor": magnitude, "original_max_position_embeddings": context_length,
         }),
     }
@@ -142,7 +148,9 @@ fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
 pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), ConfigError> {
     let fields = Fields(config);
     let model_type = fields.text("model_type")?;
-    let family = FAMILIES.iter().find(|(_, name, _)| *name == model_type).map(|(family, ..)| *family);
+    // Mistral with a window in some layers.
+    let known = if model_type == "ministral" { "mistral" } else { model_type };
+    let family = FAMILIES.iter().find(|(_, name, _)| *name == known).map(|(family, ..)| *family);
     let family = family.ok_or_else(|| {
         let known: Vec<&str> = FAMILIES.iter().map(|(_, name, _)| *name).collect();
         ConfigError(format!("model_type is '{model_type}'; known are {}", known.join(", ")))
@@ -153,8 +161,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             return Err(ConfigError(format!("config.json: pruned_heads is {heads}, and is not supported")));
         }
         // Of others, matrices are stored with their rows as columns, or under no names of linear layers.
-        let is_read = matches!(family, Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3);
-        if Quantization::read(config)?.is_some() && !is_read {
+        if Quantization::read(config)?.is_some() && !family.is_llama() {
             return Err(ConfigError(format!(
                 "config.json: quantization_config is not supported in models of {model_type}"
             )));
@@ -207,6 +214,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             }
         }
         Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => read_llama(&fields, family)?,
+        _ => descendants::read(&fields, family)?,
     };
     read.init_deviation = fields.number_or("initializer_range", 0.02)?;
     if let (Some(own), true) = (config.get(OWN), family != Family::Fireclay) {
@@ -262,15 +270,43 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
     })
 }
 
+/// The window of each layer by `layer_types`, if it is given.
+pub(super) fn layer_types(
+    fields: &Fields<'_>,
+    window: Option<usize>,
+    n_layers: usize,
+) -> Result<Option<Vec<Option<usize>>>, ConfigError> {
+    let Some(types) = fields.get("layer_types") else { return Ok(None) };
+    let types = types.as_array().filter(|types| types.len() == n_layers);
+    let types = types.ok_or_else(|| Fields::wrong("layer_types", "a list with a type for each layer"))?;
+    let of = |kind: &Value| match (kind.as_str(), window) {
+        (Some("full_attention"), _) => Ok(None),
+        (Some("sliding_attention"), Some(_)) => Ok(window),
+        (Some("sliding_attention"), None) => {
+            Err(ConfigError("config.json: layer_types has sliding_attention, but there is no sliding_window".into()))
+        }
+        _ => Err(ConfigError(format!("config.json: layer_types has {kind}, which is not supported"))),
+    };
+    types.iter().map(of).collect::<Result<_, _>>().map(Some)
+}
+
+/// The window of all layers, or else of each.
+pub(super) fn by_layer(windows: Vec<Option<usize>>) -> (Option<usize>, Vec<usize>) {
+    match windows.windows(2).all(|pair| pair[0] == pair[1]) {
+        true => (windows.first().copied().flatten(), Vec::new()),
+        false => (None, windows.into_iter().map(|window| window.unwrap_or(0)).collect()),
+    }
+}
+
 /// Typed access to a JSON object; errors name the field.
-struct Fields<'a>(&'a Value);
+pub(super) struct Fields<'a>(pub(super) &'a Value);
 
 impl Fields<'_> {
-    fn get(&self, name: &str) -> Option<&Value> {
+    pub(super) fn get(&self, name: &str) -> Option<&Value> {
         self.0.get(name).filter(|value| !value.is_null())
     }
 
-    fn wrong(name: &str, wanted: &str) -> ConfigError {
+    pub(super) fn wrong(name: &str, wanted: &str) -> ConfigError {
         ConfigError(format!("config.json: {name} is not {wanted}"))
     }
 
@@ -279,13 +315,13 @@ impl Fields<'_> {
         value.as_str().ok_or_else(|| Self::wrong(name, "a text"))
     }
 
-    fn optional_size(&self, name: &str) -> Result<Option<usize>, ConfigError> {
+    pub(super) fn optional_size(&self, name: &str) -> Result<Option<usize>, ConfigError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let size = value.as_u64().and_then(|value| usize::try_from(value).ok()).filter(|size| *size <= 1 << 32);
         size.map(Some).ok_or_else(|| Self::wrong(name, "a size"))
     }
 
-    fn size(&self, name: &str) -> Result<usize, ConfigError> {
+    pub(super) fn size(&self, name: &str) -> Result<usize, ConfigError> {
         self.optional_size(name)?.ok_or_else(|| ConfigError(format!("config.json: {name} is missing")))
     }
 
@@ -298,11 +334,11 @@ impl Fields<'_> {
         }
     }
 
-    fn size_or(&self, name: &str, default: usize) -> Result<usize, ConfigError> {
+    pub(super) fn size_or(&self, name: &str, default: usize) -> Result<usize, ConfigError> {
         Ok(self.optional_size(name)?.unwrap_or(default))
     }
 
-    fn number_or(&self, name: &str, default: f64) -> Result<f64, ConfigError> {
+    pub(super) fn number_or(&self, name: &str, default: f64) -> Result<f64, ConfigError> {
         match self.get(name) {
             Some(value) => value.as_f64().ok_or_else(|| Self::wrong(name, "a number")),
             None => Ok(default),
@@ -319,14 +355,14 @@ impl Fields<'_> {
         }
     }
 
-    fn flag_or(&self, name: &str, default: bool) -> Result<bool, ConfigError> {
+    pub(super) fn flag_or(&self, name: &str, default: bool) -> Result<bool, ConfigError> {
         match self.get(name) {
             Some(value) => value.as_bool().ok_or_else(|| Self::wrong(name, "true or false")),
             None => Ok(default),
         }
     }
 
-    fn activation(&self, name: &str, default: ActivationKind) -> Result<ActivationKind, ConfigError> {
+    pub(super) fn activation(&self, name: &str, default: ActivationKind) -> Result<ActivationKind, ConfigError> {
         let Some(_) = self.get(name) else { return Ok(default) };
         let text = self.text(name)?;
         let known = ACTIVATIONS.iter().find(|(_, known)| *known == text).map(|(activation, _)| *activation);
@@ -357,35 +393,20 @@ impl Fields<'_> {
         }
         // The allowed maximum, which is checked later.
         let n_layers = n_layers.min(1 << 14);
-        let layers: Vec<Option<usize>> = match self.get("layer_types") {
-            Some(types) => {
-                let types = types.as_array().filter(|types| types.len() == n_layers);
-                let types = types.ok_or_else(|| Self::wrong("layer_types", "a list with a type for each layer"))?;
-                let of = |kind: &Value| match (kind.as_str(), window) {
-                    (Some("full_attention"), _) => Ok(None),
-                    (Some("sliding_attention"), Some(_)) => Ok(window),
-                    (Some("sliding_attention"), None) => Err(ConfigError(
-                        "config.json: layer_types has sliding_attention, but there is no sliding_window".into(),
-                    )),
-                    _ => Err(ConfigError(format!("config.json: layer_types has {kind}, which is not supported"))),
-                };
-                types.iter().map(of).collect::<Result<_, _>>()?
-            }
+        let layers = match layer_types(self, window, n_layers)? {
+            Some(layers) => layers,
             None if family == Family::Mistral => vec![window; n_layers],
             None => {
                 let full = self.size_or("max_window_layers", 28)?;
                 (0..n_layers).map(|layer| window.filter(|_| layer >= full)).collect()
             }
         };
-        match layers.windows(2).all(|pair| pair[0] == pair[1]) {
-            true => Ok((layers.first().copied().flatten(), Vec::new())),
-            false => Ok((None, layers.into_iter().map(|window| window.unwrap_or(0)).collect())),
-        }
+        Ok(by_layer(layers))
     }
 
     /// Refuses unsupported settings that change the model, unless they have the given neutral
     /// value.
-    fn refuse(&self, settings: &[(&str, Value)]) -> Result<(), ConfigError> {
+    pub(super) fn refuse(&self, settings: &[(&str, Value)]) -> Result<(), ConfigError> {
         for (name, allowed) in settings {
             // 1 is 1.0.
             let same =
@@ -412,9 +433,24 @@ impl Fields<'_> {
     /// base precedes `rope_theta`, as in transformers.
     fn rotary(&self, context_length: usize, head_dim: usize) -> Result<(Positions, usize), ConfigError> {
         self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
+        for scaling in ["rope_scaling", "rope_parameters"].into_iter().filter_map(|name| self.get(name)) {
+            Fields(scaling).refuse(&[("partial_rotary_factor", json!(1.0))])?;
+        }
+        self.rotary_part(context_length, head_dim, 10_000.0, context_length)
+    }
+
+    /// The same for the `rotated` first elements of a head, with the default base, and the default of
+    /// the context of the original training.
+    pub(super) fn rotary_part(
+        &self,
+        context_length: usize,
+        rotated: usize,
+        base: f64,
+        original: usize,
+    ) -> Result<(Positions, usize), ConfigError> {
         let said =
             |name: &str| self.get(name).filter(|value| value.as_object().is_none_or(|fields| !fields.is_empty()));
-        let base = self.number_or("rope_theta", 10_000.0)?;
+        let base = self.number_or("rope_theta", base)?;
         let Some(scaling) = said("rope_scaling").or_else(|| said("rope_parameters")) else {
             return Ok((Positions::Rotary { base, scaling: RotaryScaling::None }, context_length));
         };
@@ -424,14 +460,25 @@ impl Fields<'_> {
                 "config.json: rope_parameters of their own for some layers are not supported".into(),
             ));
         }
-        scaling.refuse(&[("partial_rotary_factor", json!(1.0))])?;
+        self.scaled(&scaling, base, context_length, rotated, original)
+    }
+
+    /// Rotary positions of one set of parameters.
+    pub(super) fn scaled(
+        &self,
+        scaling: &Fields<'_>,
+        base: f64,
+        context_length: usize,
+        rotated: usize,
+        original: usize,
+    ) -> Result<(Positions, usize), ConfigError> {
         let base = scaling.number_or("rope_theta", base)?;
         let kind = if scaling.get("rope_type").is_some() { "rope_type" } else { "type" };
         let kind = if scaling.get(kind).is_some() { scaling.text(kind)? } else { "default" };
         let factor = scaling.number_or("factor", 1.0)?;
         let original_context_length = match self.optional_size("original_max_position_embeddings")? {
             Some(original) => original,
-            None => scaling.size_or("original_max_position_embeddings", context_length)?,
+            None => scaling.size_or("original_max_position_embeddings", original)?,
         };
         let scaling = match kind {
             "default" => RotaryScaling::None,
@@ -452,7 +499,8 @@ impl Fields<'_> {
                 original_context_length,
                 truncate: scaling.flag_or("truncate", true)?,
             },
-            "longrope" => {
+            // The older name.
+            "longrope" | "su" => {
                 let length = original_context_length as f64;
                 let factor = match scaling.get("factor") {
                     Some(_) => factor,
@@ -460,7 +508,9 @@ impl Fields<'_> {
                 };
                 let magnitude = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / length.ln()).sqrt() };
                 RotaryScaling::LongRope {
-                    short_factors: scaling.numbers("short_factor", head_dim / 2)?,
+                    short_factors: scaling.numbers("short_factor", rotated / 2)?,
+                    long_factors: scaling.numbers("long_factor", rotated / 2)?,
+                    longest: context_length,
                     magnitude: scaling.number_or("attention_factor", magnitude)?,
                 }
             }
@@ -489,17 +539,78 @@ mod tests {
             original_context_length: 16,
             truncate: false,
         };
-        let longrope = RotaryScaling::LongRope { short_factors: vec![1.0, 1.5, 2.0], magnitude: 1.25 };
+        let longrope = RotaryScaling::LongRope {
+            short_factors: vec![1.0, 1.5, 2.0],
+            long_factors: vec![2.0, 3.0, 4.0],
+            longest: 128,
+            magnitude: 1.25,
+        };
         let cases = [
             (llama.clone().with_positions(Positions::Rotary { base: 1e4, scaling: longrope }), Family::Llama),
             (TransformerConfig::gpt2(61, 32, 24, 2, 3).with_dropout(0.1), Family::Gpt2),
             (
-                llama.clone().with_dropout(0.2).with_positions(Positions::Rotary { base: 5e5, scaling: yarn }),
+                llama.clone().with_dropout(0.2).with_positions(Positions::Rotary { base: 5e5, scaling: yarn.clone() }),
                 Family::Llama,
             ),
             (TransformerConfig::mistral(61, 32, 24, 2, 4, 5), Family::Mistral),
             (TransformerConfig::qwen2(61, 32, 24, 2, 4), Family::Qwen2),
             (TransformerConfig::qwen3(61, 32, 24, 2, 4, 8), Family::Qwen3),
+            (
+                TransformerConfig::mistral(61, 32, 24, 2, 4, 5)
+                    .with_sliding_window(None)
+                    .with_layer_windows(vec![5, 0]),
+                Family::Mistral,
+            ),
+            (TransformerConfig::gemma2(61, 32, 24, 3, 4, 5), Family::Gemma2),
+            (
+                TransformerConfig::gemma2(61, 32, 24, 3, 4, 5)
+                    .with_attention_scale(Some(168f64.powf(-0.5)))
+                    .with_attention_softcap(None)
+                    .with_logit_softcap(None),
+                Family::Gemma2,
+            ),
+            (TransformerConfig::gemma3(61, 32, 24, 7, 4, 5).with_n_kv_heads(1), Family::Gemma3),
+            (
+                TransformerConfig::gemma3(61, 32, 24, 2, 4, 5)
+                    .with_positions(Positions::Rotary { base: 1e5, scaling: RotaryScaling::Linear { factor: 8.0 } }),
+                Family::Gemma3,
+            ),
+            (TransformerConfig::olmo2(61, 32, 24, 2, 4), Family::Olmo2),
+            (
+                TransformerConfig::olmo2(61, 32, 24, 4, 4)
+                    .with_layer_windows(vec![5, 5, 5, 0])
+                    .with_positions(Positions::Rotary { base: 5e5, scaling: yarn.clone() })
+                    .with_window_positions(Some(Positions::Rotary { base: 5e5, scaling: RotaryScaling::None })),
+                Family::Olmo3,
+            ),
+            (TransformerConfig::smollm3(61, 32, 24, 5, 4).with_n_kv_heads(2), Family::SmolLm3),
+            (
+                TransformerConfig::smollm3(61, 32, 24, 3, 4)
+                    .with_layers_without_positions(vec![0, 1])
+                    .with_layer_windows(vec![5, 0, 0]),
+                Family::SmolLm3,
+            ),
+            (
+                llama.clone().with_rotary_dim(Some(4)).with_sliding_window(Some(7)).with_positions(Positions::Rotary {
+                    base: 1e4,
+                    scaling: RotaryScaling::LongRope {
+                        short_factors: vec![1.0, 1.5],
+                        long_factors: vec![2.0, 3.0],
+                        longest: 128,
+                        magnitude: 1.25,
+                    },
+                }),
+                Family::Phi3,
+            ),
+            (
+                llama
+                    .clone()
+                    .with_attention_scale(Some(0.015_625))
+                    .with_embedding_multiplier(12.0)
+                    .with_residual_multiplier(0.22)
+                    .with_logit_divisor(8.0),
+                Family::Granite,
+            ),
             (TransformerConfig::bert(61, 32, 24, 2, 3), Family::Bert),
             (llama.with_norm(NormKind::LayerNorm), Family::Fireclay),
         ];

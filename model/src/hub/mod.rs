@@ -2,6 +2,7 @@
 
 mod bert;
 mod config;
+mod descendants;
 mod family;
 mod gpt2;
 mod keys;
@@ -68,8 +69,8 @@ impl Family {
     pub fn embedding_name(self) -> Option<&'static str> {
         match self {
             Self::Gpt2 => Some("transformer.wte.weight"),
-            Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3 => Some("model.embed_tokens.weight"),
             Self::Bert | Self::Fireclay => None,
+            _ => Some("model.embed_tokens.weight"),
         }
     }
 
@@ -92,10 +93,8 @@ impl Family {
             (Self::Gpt2, Some(layer)) => gpt2::block(layer, field, path),
             (Self::Bert, None) => bert::outer(field, path),
             (Self::Bert, Some(layer)) => bert::block(config, layer, field, path),
-            (Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3, None) => llama::outer(field, path),
-            (Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3, Some(layer)) => {
-                llama::block(config, layer, field, path)
-            }
+            (_, None) => llama::outer(self, field, path),
+            (_, Some(layer)) => llama::block(self, config, layer, field, path),
         }
     }
 }

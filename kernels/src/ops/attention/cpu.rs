@@ -204,7 +204,7 @@ pub(crate) fn attention_over(
     heads: PackedHeads,
     [key, value]: [&[f32]; 2],
     keys: usize,
-    window: Option<usize>,
+    (window, options): (Option<usize>, AttentionOptions),
     out: &mut [f32],
 ) {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
@@ -212,7 +212,7 @@ pub(crate) fn attention_over(
     let capacity = key.len() / (n_kv_heads * head_dim);
     assert!(qkv.len() == tokens * heads.width() && tokens <= keys, "{tokens} of {keys} tokens");
     assert!(keys <= capacity && key.len() == value.len(), "{keys} keys of {capacity}");
-    let (mask, options) = (AttentionMask::Causal { window }, AttentionOptions::new(head_dim));
+    let mask = AttentionMask::Causal { window };
     let problem = Problem { keys, ..Problem::packed([1, tokens, heads.width()], heads, &mask, options) };
     let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), tokens, heads);
     let strides = [0, (capacity * head_dim) as isize, head_dim as isize, 1];
@@ -284,6 +284,7 @@ fn softmax(problem: &Problem, batch: usize, query: usize, seen: &Range<usize>, r
             row[to..].fill(0.0);
             let row = &mut row[from..to];
             row.iter_mut().for_each(|x| *x *= scale);
+            problem.options.cap(row);
             let max = max_of(row);
             row.iter_mut().for_each(|x| *x = exp(*x - max));
             let sum = sum_of(row, row, |x, _| x);
@@ -340,7 +341,7 @@ fn gradients_into(
     let output = Values::rows(saved.output);
     let grad_heads = Heads { strides: token_strides(seq_length, n_heads, head_dim), pointer: grad.as_ptr().cast_mut() };
     let log_sum_exp = Values::rows(saved.log_sum_exp);
-    let scale = options.scale as f32;
+    let (scale, softcap) = (options.scale as f32, options.softcap.map(|cap| cap as f32));
 
     problem.for_groups(|batch, kv| {
         let (mut tile, mut d_tile) = (Vec::new(), Vec::new());
@@ -384,9 +385,17 @@ fn gradients_into(
                                     row[outside.clone()].fill(0.0);
                                     d_row[outside].fill(0.0);
                                 }
-                                for (p, d) in row[from..to].iter_mut().zip(&mut d_row[from..to]) {
-                                    *p = exp(*p * scale - sum);
-                                    *d = *p * (*d - delta) * scale;
+                                let row = row[from..to].iter_mut().zip(&mut d_row[from..to]);
+                                match softcap {
+                                    None => row.for_each(|(p, d)| {
+                                        *p = exp(*p * scale - sum);
+                                        *d = *p * (*d - delta) * scale;
+                                    }),
+                                    Some(cap) => row.for_each(|(p, d)| {
+                                        let tanh = (*p * scale / cap).tanh();
+                                        *p = exp(cap * tanh - sum);
+                                        *d = *p * (*d - delta) * scale * (1.0 - tanh * tanh);
+                                    }),
                                 }
                             },
                         );
@@ -408,6 +417,17 @@ fn gradients_into(
             }
         }
     });
+}
+
+impl AttentionOptions {
+    /// Caps a row of scaled scores.
+    #[inline(always)]
+    pub(crate) fn cap(&self, scores: &mut [f32]) {
+        if let Some(cap) = self.softcap {
+            let cap = cap as f32;
+            scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+        }
+    }
 }
 
 /// The first `size` elements of a growing buffer, with arbitrary content.

@@ -27,6 +27,8 @@ pub(super) struct Sizes {
     pub(super) keys: u32,
     pub(super) window: i32,
     pub(super) scale: f32,
+    /// Cap of the scores; zero for none.
+    pub(super) softcap: f32,
     /// Random bits below this mean dropped.
     pub(super) threshold: u32,
     /// Factor on kept probabilities.
