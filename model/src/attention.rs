@@ -47,7 +47,7 @@ impl<B: Backend> Attention<B> {
         let heads = config.n_heads * config.head_dim;
         let qk_norm = |heads: usize| {
             let width = config.head_dim * if config.joint_qk_norm { heads } else { 1 };
-            config.qk_norm.then(|| init.norm(width, NormKind::RmsNorm, config.norm_epsilon))
+            config.qk_norm.then(|| init.norm(width, NormKind::RmsNorm, false, config.norm_epsilon))
         };
         let (query_norm, key_norm) = (qk_norm(config.n_heads), qk_norm(config.n_kv_heads));
         let options = AttentionOptions::new(config.head_dim).with_scale(config.attention_scale);

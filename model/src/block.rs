@@ -10,15 +10,15 @@ use crate::attention::Attention;
 use crate::config::NormPlacement;
 use crate::feed_forward::FeedForward;
 use crate::layer::LayerConfig;
-use crate::linear::{Linear, scaled};
+use crate::linear::{Linear, normed, scaled};
 use crate::parameters::{Initializer, LayerNorm};
 use crate::pass::{Pass, Site};
 
 /// A transformer block.
 #[derive(Module, Debug)]
 pub struct Block<B: Backend> {
-    /// The norm of attention: of its input, of its output, or of the residual sum.
-    pub attention_norm: LayerNorm<B>,
+    /// The norm of attention, if it has one: of its input, of its output, or of the residual sum.
+    pub attention_norm: Option<LayerNorm<B>>,
     /// The norm of attention's output, if that of its input is another.
     pub attention_output_norm: Option<LayerNorm<B>>,
     /// Self-attention.
@@ -36,11 +36,12 @@ pub struct Block<B: Backend> {
 
 impl<B: Backend> Block<B> {
     pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
-        let norm = |init: &Initializer<'_, B>| init.norm(config.d_model, config.norm, config.norm_epsilon);
+        let norm =
+            |init: &Initializer<'_, B>| init.norm(config.d_model, config.norm, config.norm_bias, config.norm_epsilon);
         let output_norm =
             |init: &Initializer<'_, B>| (config.norm_placement == NormPlacement::Both).then(|| norm(init));
         Self {
-            attention_norm: norm(init),
+            attention_norm: config.attention_norm.then(|| norm(init)),
             attention_output_norm: output_norm(init),
             attention: Attention::new(config, init),
             feed_forward_norm: norm(init),
@@ -82,11 +83,11 @@ impl<B: Backend> Block<B> {
         layer: usize,
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 2> {
-        let norms = (self.attention_norm.weights(), self.feed_forward_norm.weights());
+        let norms = (self.attention_norm.as_ref().map(LayerNorm::weights), self.feed_forward_norm.weights());
         let in_attention = part("attention");
         match self.norm_placement {
             NormPlacement::Pre => {
-                let heads = self.attention.heads(x.clone(), Some(&norms.0), pass, layer, cache);
+                let heads = self.attention.heads(x.clone(), norms.0.as_ref(), pass, layer, cache);
                 let x = self.add_attention(heads, x, pass, layer);
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
@@ -94,27 +95,27 @@ impl<B: Backend> Block<B> {
             }
             NormPlacement::Post => {
                 let heads = self.attention.heads(x.clone(), None, pass, layer, cache);
-                let x = norm(self.add_attention(heads, x, pass, layer), &norms.0);
+                let x = normed(self.add_attention(heads, x, pass, layer), norms.0.as_ref());
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
                 norm(self.feed_forward.add_to(x, None, pass, layer), &norms.1)
             }
             NormPlacement::Output | NormPlacement::Both => {
                 // The norms of inputs, if any, and of outputs.
-                let split = |first: Norm<B>, second: &Option<LayerNorm<B>>| match second {
-                    Some(second) => (Some(first), second.weights()),
+                let split = |first: Option<Norm<B>>, second: &Option<LayerNorm<B>>| match second {
+                    Some(second) => (first, Some(second.weights())),
                     None => (None, first),
                 };
                 let (pre, post) = split(norms.0, &self.attention_output_norm);
                 let heads = self.attention.heads(x.clone(), pre.as_ref(), pass, layer, cache);
                 let Attention { output, output_bias, .. } = &self.attention;
                 let added = output.forward(heads, None, output_bias.as_ref().map(Param::val));
-                let x = self.add(x, norm(added, &post), pass.dropout(layer, Site::AttentionOutput));
+                let x = self.add(x, normed(added, post.as_ref()), pass.dropout(layer, Site::AttentionOutput));
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
-                let (pre, post) = split(norms.1, &self.feed_forward_output_norm);
+                let (pre, post) = split(Some(norms.1), &self.feed_forward_output_norm);
                 let added = self.feed_forward.output(x.clone(), pre.as_ref());
-                self.add(x, norm(added, &post), pass.dropout(layer, Site::FeedForwardOutput))
+                self.add(x, normed(added, post.as_ref()), pass.dropout(layer, Site::FeedForwardOutput))
             }
         }
     }
@@ -123,7 +124,7 @@ impl<B: Backend> Block<B> {
     /// seq_length]`.
     pub(crate) fn attention_weights(&self, x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 4> {
         let is_before = matches!(self.norm_placement, NormPlacement::Pre | NormPlacement::Both);
-        let norm = is_before.then(|| self.attention_norm.weights());
+        let norm = self.attention_norm.as_ref().filter(|_| is_before).map(LayerNorm::weights);
         self.attention.weights(x, norm.as_ref(), pass)
     }
 

@@ -73,6 +73,16 @@ pub struct TransformerConfig {
     pub norm: NormKind,
     /// Added to variances and mean squares.
     pub norm_epsilon: f64,
+    /// Whether layer norms have a shift.
+    #[serde(default = "yes")]
+    pub norm_bias: bool,
+    /// Whether embeddings are normalized although blocks begin with norms (ModernBERT).
+    #[serde(default)]
+    pub embedding_norm: bool,
+    /// Whether the first block normalizes what its attention reads (not ModernBERT's, after a norm of
+    /// embeddings).
+    #[serde(default = "yes")]
+    pub first_norm: bool,
     /// Before or after the sub-layers.
     pub norm_placement: NormPlacement,
     /// Learned, rotary or none.
@@ -91,7 +101,7 @@ pub struct TransformerConfig {
     pub token_types: usize,
     /// Causal or bidirectional.
     pub attention: AttentionDirection,
-    /// Maximum keys that a query sees, its own included.
+    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either side.
     pub sliding_window: Option<usize>,
     /// A window per layer instead of `sliding_window`, 0 for none; empty if all layers are alike.
     #[serde(default)]
@@ -146,6 +156,10 @@ pub struct TransformerConfig {
     pub tags: usize,
 }
 
+fn yes() -> bool {
+    true
+}
+
 fn one() -> f64 {
     1.0
 }
@@ -179,6 +193,9 @@ impl TransformerConfig {
             d_ff: 4 * d_model,
             norm: NormKind::LayerNorm,
             norm_epsilon: 1e-5,
+            norm_bias: true,
+            embedding_norm: false,
+            first_norm: true,
             norm_placement: NormPlacement::Pre,
             positions: Positions::Learned,
             window_positions: None,
@@ -355,6 +372,38 @@ impl TransformerConfig {
         }
     }
 
+    /// ModernBERT's encoder (Warner et al., 2024): rotary positions, a gated feed-forward layer, norms
+    /// without shift, and two of three layers that see `local_attention / 2` tokens on either side.
+    pub fn modernbert(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        local_attention: usize,
+    ) -> Self {
+        let rotary = |base: f64| Positions::Rotary { base, scaling: RotaryScaling::None };
+        let window = |layer: usize| if layer.is_multiple_of(3) { 0 } else { local_attention / 2 + 1 };
+        Self {
+            d_ff: 3 * d_model / 2,
+            norm_epsilon: 1e-5,
+            norm_bias: false,
+            embedding_norm: true,
+            first_norm: false,
+            norm_placement: NormPlacement::Pre,
+            positions: rotary(160_000.0),
+            window_positions: Some(rotary(10_000.0)),
+            layer_windows: (0..n_layers).map(window).collect(),
+            token_types: 0,
+            qkv_bias: false,
+            output_bias: false,
+            feed_forward_bias: false,
+            gated: true,
+            residual_scaling: true,
+            ..Self::bert(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
     with! {
         /// With this many key and value heads.
         with_n_kv_heads: n_kv_heads, usize;
@@ -491,12 +540,12 @@ impl TransformerConfig {
             ),
             (self.joint_qk_norm && !self.qk_norm, "joint_qk_norm is set, but qk_norm is not".into()),
             (
-                self.sliding_window.is_some() && self.attention == AttentionDirection::Bidirectional,
-                "sliding_window is set, but attention is bidirectional: a window looks back only".into(),
+                self.embedding_norm && self.norm_placement == NormPlacement::Post,
+                "embedding_norm is set, but norm_placement is post, which has one anyway".into(),
             ),
             (
-                !self.layer_windows.is_empty() && self.attention == AttentionDirection::Bidirectional,
-                "layer_windows are set, but attention is bidirectional: a window looks back only".into(),
+                !self.first_norm && self.norm_placement != NormPlacement::Pre,
+                "first_norm is false, but norm_placement is not pre".into(),
             ),
             (
                 !self.layer_windows.is_empty() && self.sliding_window.is_some(),
@@ -565,7 +614,7 @@ impl TransformerConfig {
 
     /// Number of parameters, each counted once.
     pub fn parameter_count(&self) -> usize {
-        let norm = self.d_model * if self.norm == NormKind::LayerNorm { 2 } else { 1 };
+        let norm = self.d_model * if self.norm == NormKind::LayerNorm && self.norm_bias { 2 } else { 1 };
         let qkv = self.qkv_width();
         let attention = self.d_model * qkv
             + usize::from(self.qkv_bias) * qkv
@@ -579,8 +628,8 @@ impl TransformerConfig {
             self.d_model * up + self.d_ff * self.d_model + usize::from(self.feed_forward_bias) * (up + self.d_model);
         let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
         let norms = if self.norm_placement == NormPlacement::Both { 4 } else { 2 };
-        self.n_layers * (attention + feed_forward + norms * norm)
-            + norm
+        self.n_layers * (attention + feed_forward + norms * norm) + norm + usize::from(self.embedding_norm) * norm
+            - usize::from(!self.first_norm) * norm
             + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
             + self.d_model * (self.intents + self.tags)
             + positions
@@ -643,13 +692,19 @@ mod tests {
                     .with_positions(Positions::Rotary { base: 1e4, scaling: RotaryScaling::None }),
                 ["head_dim", "positions"],
             ),
-            (TransformerConfig::bert(10, 8, 12, 1, 3).with_sliding_window(Some(4)), ["sliding_window", "attention"]),
+            (
+                TransformerConfig { embedding_norm: true, ..TransformerConfig::bert(10, 8, 12, 1, 3) },
+                ["embedding_norm", "post"],
+            ),
+            (
+                TransformerConfig { first_norm: false, ..TransformerConfig::bert(10, 8, 12, 1, 3) },
+                ["first_norm", "pre"],
+            ),
             (base.clone().with_layer_windows(vec![4, 0]), ["layer_windows", "n_layers"]),
             (
                 base.clone().with_layer_windows(vec![4]).with_sliding_window(Some(4)),
                 ["layer_windows", "sliding_window"],
             ),
-            (TransformerConfig::bert(10, 8, 12, 1, 3).with_layer_windows(vec![4]), ["layer_windows", "attention"]),
             (base.clone().with_token_types(2), ["token_types", "attention"]),
             (base.clone().with_norm_placement(NormPlacement::Post), ["residual_scaling", "norm_placement"]),
             (base.clone().with_intents(2), ["intents", "tags"]),

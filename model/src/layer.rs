@@ -22,9 +22,13 @@ pub struct LayerConfig {
     pub norm: NormKind,
     /// Added to variances and mean squares.
     pub norm_epsilon: f64,
+    /// Whether layer norms have a shift.
+    pub norm_bias: bool,
+    /// Whether attention has a norm.
+    pub attention_norm: bool,
     /// Before or after the sub-layers.
     pub norm_placement: NormPlacement,
-    /// Maximum keys that a query sees, its own included.
+    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either side.
     pub window: Option<usize>,
     /// Index of its rotary positions among those of the model; `None` for no rotation.
     pub rotary: Option<usize>,
@@ -80,6 +84,8 @@ impl TransformerConfig {
             d_ff: self.d_ff,
             norm: self.norm,
             norm_epsilon: self.norm_epsilon,
+            norm_bias: self.norm_bias,
+            attention_norm: self.first_norm || layer > 0,
             norm_placement: self.norm_placement,
             window,
             rotary,
@@ -104,6 +110,7 @@ impl TransformerConfig {
     /// A setting for which a whole decode step has no kernel, if any.
     pub(crate) fn beyond_whole_steps(&self) -> Option<&'static str> {
         let settings = [
+            ("a first block without a norm", !self.first_norm),
             (
                 "rotary positions by layer",
                 self.rotary_positions().count() > 1 || !self.layers_without_positions.is_empty(),

@@ -132,7 +132,8 @@ pub(crate) fn scaled<B: Backend>(
     (x.mul_scalar(factor), bias.map(|bias| bias.mul_scalar(factor)))
 }
 
-fn normed<B: Backend>(x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
+/// `x`, normalized if there is a norm.
+pub(crate) fn normed<B: Backend>(x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
     match pre_norm {
         Some(weights) => norm(x, weights),
         None => x,

@@ -32,7 +32,7 @@ pub struct Transformer<B: Backend> {
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
     /// Token type embeddings, `[token_types, d_model]`.
     pub token_type_embedding: Option<Param<Tensor<B, 2>>>,
-    /// The norm of the embeddings, with post-norm blocks.
+    /// The norm of the embeddings, with post-norm blocks and ModernBERT's.
     pub embedding_norm: Option<LayerNorm<B>>,
     /// The blocks, in order.
     pub blocks: Vec<Block<B>>,
@@ -176,12 +176,12 @@ impl TransformerConfig {
         let position_embedding = (self.positions == Positions::Learned).then(|| table(self.context_length));
         let token_type_embedding = (self.token_types > 0).then(|| table(self.token_types));
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
-        let norm = |init: &Initializer<'_, B>| init.norm(self.d_model, self.norm, self.norm_epsilon);
+        let norm = |init: &Initializer<'_, B>| init.norm(self.d_model, self.norm, self.norm_bias, self.norm_epsilon);
         Ok(Transformer {
             embedding: embedding.into(),
             position_embedding,
             token_type_embedding,
-            embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| norm(init)),
+            embedding_norm: (self.embedding_norm || self.norm_placement == NormPlacement::Post).then(|| norm(init)),
             blocks: self.layers().map(|layer| Block::new(&layer, init)).collect(),
             final_norm: (self.norm_placement != NormPlacement::Post).then(|| norm(init)),
             head: head.map(Matrix::from),
@@ -619,7 +619,7 @@ impl<B: Backend> Transformer<B> {
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let value = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
         let block = |block: &Block<B>| DecodeBlock {
-            attention_norm: block.attention_norm.weights(),
+            attention_norm: block.attention_norm.as_ref().unwrap_or(&block.feed_forward_norm).weights(),
             qkv: block.attention.qkv.base.weight(),
             qkv_bias: value(&block.attention.qkv_bias),
             placement: block.attention.placed_by(&rotary),
@@ -706,6 +706,28 @@ impl<B: Backend> Transformer<B> {
         tables.map(|(cos, sin)| RotaryTable { cos, sin }).collect()
     }
 
+    /// The first and the last key of each token, `[batch_size, seq_length, 2]`: nearer than `window`, and
+    /// within the row's length.
+    fn nearby(
+        &self,
+        window: usize,
+        [batch_size, seq_length]: [usize; 2],
+        lengths: &Option<Tensor<B, 1, Int>>,
+    ) -> Tensor<B, 3, Int> {
+        let shape = [batch_size, seq_length];
+        let reach = i32::try_from(window - 1).unwrap_or(i32::MAX / 2).min(i32::MAX / 2);
+        let own = self.positions.clone().narrow(0, 0, seq_length).reshape([1, seq_length]).expand(shape);
+        let last = own.clone().add_scalar(reach);
+        let last = match lengths {
+            Some(lengths) => {
+                let end = lengths.clone().reshape([batch_size, 1]).sub_scalar(1).expand(shape);
+                last.clone().mask_where(last.greater(end.clone()), end)
+            }
+            None => last,
+        };
+        Tensor::stack(vec![own.sub_scalar(reach), last], 2)
+    }
+
     fn pass(&self, tokens: &Tokens<B>, cached: Option<CachedTokens<B>>) -> Pass<B> {
         let Tokens { ids, lengths, document_starts, .. } = tokens.clone();
         let [batch_size, seq_length] = ids.dims();
@@ -726,8 +748,13 @@ impl<B: Backend> Transformer<B> {
                 AttentionMask::Documents { starts: starts.clone(), window }
             }
             (AttentionDirection::Causal, _, None) => AttentionMask::Causal { window },
-            (AttentionDirection::Bidirectional, Some(lengths), _) => AttentionMask::Lengths(lengths.clone()),
-            (AttentionDirection::Bidirectional, None, _) => AttentionMask::None,
+            (AttentionDirection::Bidirectional, lengths, _) => match (window, lengths) {
+                (Some(window), lengths) => {
+                    AttentionMask::Ranges(self.nearby(window, [batch_size, seq_length], lengths))
+                }
+                (None, Some(lengths)) => AttentionMask::Lengths(lengths.clone()),
+                (None, None) => AttentionMask::None,
+            },
         };
         let seen =
             |window| Seen { window, mask: mask(window), cached: cached.as_ref().map(|at| at.with_window(window)) };

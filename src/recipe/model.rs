@@ -43,8 +43,9 @@ impl Recipe {
             "olmo2" => TransformerConfig::olmo2(vocab_size, shape.0, shape.1, n_layers, n_heads),
             "smollm3" => TransformerConfig::smollm3(vocab_size, shape.0, shape.1, n_layers, n_heads),
             "bert" => TransformerConfig::bert(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "modernbert" => TransformerConfig::modernbert(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
             other => {
-                let known = "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, bert";
+                let known = "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, bert, modernbert";
                 return Err(usage(format!("model.family '{other}' is unknown; known: {known}")));
             }
         };

@@ -15,6 +15,11 @@ families.json has, for each case, its config and the shapes of its tensors. fami
     NAME.prompts [3, 6], padded on the right with 0, NAME.lengths [3], and NAME.greedy [3, 64]: the tokens that follow
     NAME.targets [2, 16], NAME.loss [1] and NAME.grad.TENSOR, for the first case of each family
 
+and for encoders, whose rows are padded on the right,
+
+    NAME.tokens [3, 20], NAME.lengths [3], NAME.hidden [3, 20, d], zeros for padding
+    NAME.grad_output like hidden, and NAME.grad.TENSOR, for the first case
+
 Reference values come from the weights widened to float64. Prompts are such that the best logit leads the second by
 more than 2e-3 at every step, and that decoding with transformers' cache agrees.
 
@@ -101,6 +106,17 @@ def cases():
     yield "qwen2", BASE | dict(
         use_sliding_window=True, sliding_window=4, layer_types=[SLIDING, FULL, SLIDING], rope_theta=300.0,
     )
+    yield "modernbert", BASE | dict(
+        num_hidden_layers=5, local_attention=6, global_rope_theta=300.0, local_rope_theta=50.0, norm_eps=1e-5,
+        layer_norm_eps=1e-5, position_embedding_type="absolute", global_attn_every_n_layers=3,
+    )
+    yield "modernbert", OTHER | dict(
+        local_attention=9, layer_types=[SLIDING, FULL, SLIDING, SLIDING], norm_bias=True, attention_bias=True, mlp_bias=True,
+        hidden_activation="silu", norm_eps=1e-3, rope_parameters={
+            FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 20.0},
+        },
+    )
     yield "mistral", OTHER | dict(
         head_dim=6, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING, SLIDING], rope_theta=300.0,
     )
@@ -169,7 +185,22 @@ def built(config):
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         loaded = AutoConfig.from_pretrained(folder)
-    return AutoModelForCausalLM.from_config(loaded, attn_implementation="eager", dtype=torch.float32).eval()
+    kind = AutoModel if config["model_type"] == "modernbert" else AutoModelForCausalLM
+    return kind.from_config(loaded, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def encoder(model, generator, with_gradients):
+    """Hidden states of padded rows, and gradients."""
+    tokens = torch.randint(1, VOCAB, (3, 20), generator=generator)
+    lengths = torch.tensor([20, 11, 5])
+    real = torch.arange(20) < lengths[:, None]
+    hidden = model(input_ids=tokens, attention_mask=real.long()).last_hidden_state * real[..., None]
+    own = {"tokens": tokens, "lengths": lengths, "hidden": hidden}
+    if with_gradients:
+        upstream = torch.randn(hidden.shape, generator=generator).double() * real[..., None]
+        (hidden * upstream).sum().backward()
+        own |= {"grad_output": upstream} | {f"grad.{key}": p.grad for key, p in model.named_parameters()}
+    return own
 
 
 def make(out):
@@ -183,6 +214,11 @@ def make(out):
         found.append({"name": name, "config": config, "shapes": shapes})
         model = model.double()
         generator = torch.Generator().manual_seed(number)
+        if family == "modernbert":
+            own = encoder(model, generator, seen[family] == 1)
+            print(f"{name}: states of deviation {own['hidden'].std():.2f}")
+            tensors |= {f"{name}.{key}": value for key, value in own.items()}
+            continue
         tokens = torch.randint(0, VOCAB, (2, 17), generator=generator)
         tokens, targets = tokens[:, :-1], tokens[:, 1:].clone()
         targets[0, 3] = -100

@@ -120,7 +120,8 @@ backend_test!(a_causal_model_never_looks_ahead::<B>(device) {
 
 backend_test!(a_saved_model_comes_back_the_same::<B>(device) {
     let bert = TransformerConfig::bert(50, 24, 32, 2, 4);
-    for (name, config) in causal_families().into_iter().chain([("bert", bert)]) {
+    let modern = TransformerConfig::modernbert(50, 24, 32, 4, 4, 6);
+    for (name, config) in causal_families().into_iter().chain([("bert", bert), ("modernbert", modern)]) {
         let folder = tempfile::tempdir().expect("a folder");
         let model: Transformer<B> = config.clone().with_init_deviation(0.3).init(5, &device)?;
         let hub = ModelFolder::new(folder.path());

@@ -7,10 +7,10 @@ use std::path::Path;
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Int, Tensor, TensorData};
 use fireclay::training::optim::ParameterGradients;
 use fireclay_kernels::HeadLossOptions;
-use fireclay_model::ModelFolder;
+use fireclay_model::{GgufKind, ModelFolder, Tokens, TransformerConfig};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, Value};
 
@@ -52,11 +52,15 @@ fn weights(family: &str, shapes: &Map<String, Value>) -> Vec<u8> {
     safetensors::serialize(views, None).expect("a safetensors file")
 }
 
-/// The cases, each with its name, in a folder of its own.
+/// The causal cases, each with its name, in a folder of its own.
 fn cases() -> Vec<(String, tempfile::TempDir)> {
+    all_cases().into_iter().filter(|(name, _)| !name.starts_with("modernbert")).collect()
+}
+
+fn all_cases() -> Vec<(String, tempfile::TempDir)> {
     let golden = fs::read_to_string(folder("families.json")).expect("a golden file");
     let golden: Vec<Value> = serde_json::from_str(&golden).expect("JSON");
-    assert!(golden.len() >= 16, "all of them");
+    assert!(golden.len() >= 18, "all of them");
     let case = |case: &Value| {
         let folder = tempfile::tempdir().expect("a folder");
         let family = case["config"]["model_type"].as_str().expect("a family");
@@ -120,6 +124,36 @@ backend_test!(gradients_of_each_family_are_those_of_transformers::<B>(device) {
     assert!(checked > 100, "{checked} gradients");
 });
 
+backend_test!(hidden_states_of_encoders_and_their_gradients_are_those_of_transformers::<B>(device) {
+    let golden = Golden::open("families.safetensors");
+    let encoders: Vec<_> = all_cases().into_iter().filter(|(name, _)| name.starts_with("modernbert")).collect();
+    assert_eq!(encoders.len(), 2);
+    for (name, folder) in encoders {
+        let files = ModelFolder::new(folder.path());
+        assert_eq!(files.unknown_keys()?, Vec::<String>::new(), "{name}");
+        let model = files.load::<Autodiff<B>>(&device)?;
+        let tokens = golden.int::<Autodiff<B>, 2>(&format!("{name}.tokens"), &device);
+        let lengths = golden.int::<Autodiff<B>, 1>(&format!("{name}.lengths"), &device);
+        let real = Tensor::<Autodiff<B>, 1, Int>::arange(0..20, &device).reshape([1, 20]).expand([3, 20]);
+        let real = real.lower(lengths.clone().reshape([3, 1]).expand([3, 20])).float().reshape([3, 20, 1]);
+        let hidden = model.forward(Tokens::from(tokens).with_lengths(lengths)) * real;
+        assert_near::<B>(&name, &values(&hidden.clone().inner()), golden.values(&format!("{name}.hidden")), 1e-5, &device);
+        if !name.ends_with(".1") {
+            continue;
+        }
+        let upstream = golden.values(&format!("{name}.grad_output")).to_vec();
+        let upstream = Tensor::<Autodiff<B>, 3>::from_data(TensorData::new(upstream, hidden.dims()), &device);
+        let gradients = ParameterGradients::take(&model, (hidden * upstream).sum().backward()).into_inner();
+        let gradients = by_hub_name(&with_values(model.valid(), gradients));
+        for (key, (_, ours)) in &gradients {
+            // As the model alone names them.
+            let key = key.strip_prefix("model.").unwrap_or(key);
+            golden.assert_values(&format!("{name}.grad.{key}"), ours, tolerance::<B>(&device).at_least(1e-5));
+        }
+        assert_eq!(gradients.len(), golden.count(&format!("{name}.grad.")), "{name}: as many gradients as parameters");
+    }
+});
+
 // With FIRECLAY_SAVED_FAMILIES=FOLDER the models stay there, for `families.py --check FOLDER`.
 backend_test!(a_saved_model_of_each_family_has_the_same_config_and_logits::<B>(device) {
     let golden = Golden::open("families.safetensors");
@@ -158,4 +192,48 @@ backend_test!(a_saved_model_of_each_family_has_the_same_config_and_logits::<B>(d
             fs::write(saved.join("golden.safetensors"), file).expect("writable");
         }
     }
+});
+
+backend_test!(gguf_files_of_each_family_have_the_logits_of_transformers::<B>(device) {
+    let golden = Golden::open("gguf/families.safetensors");
+    for name in ["gemma2", "gemma3", "olmo2", "olmo3", "phi3", "granite", "smollm3"] {
+        let files = ModelFolder::new(folder(&format!("gguf/{name}.gguf")));
+        assert_eq!(files.unknown_keys()?, Vec::<String>::new(), "{name}");
+        let model = files.load::<B>(&device)?;
+        let logits = model.logits(model.forward(golden.int::<B, 2>(&format!("{name}.tokens"), &device)));
+        assert_near::<B>(name, &values(&logits), golden.values(&format!("{name}.logits")), 5e-5, &device);
+    }
+});
+
+backend_test!(a_model_of_each_family_is_the_same_as_a_gguf_file_or_refused::<B>(device) {
+    let presets = [
+        ("gemma2", TransformerConfig::gemma2(61, 96, 24, 3, 4, 5).with_n_kv_heads(2)),
+        ("gemma3", TransformerConfig::gemma3(61, 96, 24, 7, 4, 5).with_n_kv_heads(1)),
+    ];
+    let mut folders = cases();
+    for (name, config) in presets {
+        let folder = tempfile::tempdir().expect("a folder");
+        ModelFolder::new(folder.path()).save(&config.with_init_deviation(0.2).init::<B>(7, &device)?)?;
+        folders.push((name.into(), folder));
+    }
+    let mut written = Vec::new();
+    for (name, folder) in folders {
+        let files = ModelFolder::new(folder.path());
+        let out = folder.path().join("model.gguf");
+        if let Err(error) = files.export_gguf::<B>(GgufKind::F32, &[], &out, &mut |_, _| {}, &device) {
+            let message = error.to_string();
+            assert!(message.contains("GGUF cannot express"), "{name}: {message}");
+            continue;
+        }
+        let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new((0..40).map(|at| at * 7 % 61).collect::<Vec<i32>>(), [2, 20]), &device);
+        let [ours, wanted] = [ModelFolder::new(&out), files].map(|files| {
+            let model = files.load::<B>(&device).unwrap_or_else(|error| panic!("{name}: {error}"));
+            values(&model.logits(model.forward(tokens.clone())))
+        });
+        assert_near::<B>(&name, &ours, &wanted, 2e-5, &device);
+        written.push(name);
+    }
+    let expected =
+        ["smollm3.1", "phi3.1", "phi3.2", "olmo2.1", "olmo3.1", "granite.1", "granite.2", "gemma2", "gemma3"];
+    assert_eq!(written, expected);
 });

@@ -3,9 +3,9 @@
 use fireclay_kernels::{ActivationKind, NormKind};
 use serde_json::{Map, Value, json};
 
-use super::descendants;
 use super::family::{FAMILIES, Family};
 use super::quantization::Quantization;
+use super::{descendants, modernbert};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::rotary::RotaryScaling;
 
@@ -77,6 +77,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
             own
         }
         Family::Fireclay => json!({}),
+        Family::ModernBert => modernbert::write(c),
         _ => descendants::write(family, c),
     };
     let mut written = Map::new();
@@ -214,6 +215,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             }
         }
         Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => read_llama(&fields, family)?,
+        Family::ModernBert => modernbert::read(&fields)?,
         _ => descendants::read(&fields, family)?,
     };
     read.init_deviation = fields.number_or("initializer_range", 0.02)?;
@@ -612,6 +614,7 @@ mod tests {
                 Family::Granite,
             ),
             (TransformerConfig::bert(61, 32, 24, 2, 3), Family::Bert),
+            (TransformerConfig::modernbert(61, 32, 24, 4, 3, 8), Family::ModernBert),
             (llama.with_norm(NormKind::LayerNorm), Family::Fireclay),
         ];
         for (config, family) in cases {

@@ -48,7 +48,7 @@ impl Defaults {
     }
 }
 
-/// The rotary base of Gemma 3's layers with a window.
+/// The rotary base of Gemma 3's and ModernBERT's layers with a window.
 const LOCAL_BASE: f64 = 1e4;
 /// The context of Phi-3's original training, where it is not given.
 const PHI3_CONTEXT: usize = 4096;
@@ -242,7 +242,7 @@ fn rotary_dim(fields: &Fields<'_>, head_dim: usize) -> Result<Option<usize>, Con
 }
 
 /// Positions of layers with full attention and of those with a window, and the context.
-fn positions_by_kind(
+pub(super) fn positions_by_kind(
     fields: &Fields<'_>,
     family: Family,
     context_length: usize,
@@ -257,9 +257,11 @@ fn positions_by_kind(
     let is_flat =
         |scaling: &&Value| ["full_attention", "sliding_attention"].iter().all(|kind| scaling.get(kind).is_none());
     let flat = || ["rope_scaling", "rope_parameters"].into_iter().find_map(|name| fields.get(name).filter(is_flat));
-    let base = fields.number_or("rope_theta", base)?;
+    let global = if family == Family::ModernBert { "global_rope_theta" } else { "rope_theta" };
+    let base = fields.number_or(global, base)?;
     let local = match family {
         Family::Gemma3 => fields.number_or("rope_local_base_freq", LOCAL_BASE)?,
+        Family::ModernBert => fields.number_or("local_rope_theta", LOCAL_BASE)?,
         _ => base,
     };
     let full = Fields(nested("full_attention").or_else(flat).unwrap_or(&nothing));

@@ -29,11 +29,13 @@ pub enum Family {
     Granite,
     /// `bert`.
     Bert,
+    /// `modernbert`.
+    ModernBert,
     /// Any other config, written under this project's own names.
     Fireclay,
 }
 
-pub(super) const FAMILIES: [(Family, &str, &str); 14] = [
+pub(super) const FAMILIES: [(Family, &str, &str); 15] = [
     (Family::Gpt2, "gpt2", "GPT2LMHeadModel"),
     (Family::Llama, "llama", "LlamaForCausalLM"),
     (Family::Mistral, "mistral", "MistralForCausalLM"),
@@ -47,6 +49,7 @@ pub(super) const FAMILIES: [(Family, &str, &str); 14] = [
     (Family::Phi3, "phi3", "Phi3ForCausalLM"),
     (Family::Granite, "granite", "GraniteForCausalLM"),
     (Family::Bert, "bert", "BertModel"),
+    (Family::ModernBert, "modernbert", "ModernBertModel"),
     (Family::Fireclay, "fireclay", "Transformer"),
 ];
 
@@ -58,7 +61,7 @@ impl Family {
 
     /// Whether it is Llama or a descendant, with the same names of tensors but for a few.
     pub(super) fn is_llama(self) -> bool {
-        !matches!(self, Self::Gpt2 | Self::Bert | Self::Fireclay)
+        !matches!(self, Self::Gpt2 | Self::Bert | Self::ModernBert | Self::Fireclay)
     }
 
     /// Its class in `transformers`.

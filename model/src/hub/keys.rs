@@ -120,6 +120,42 @@ const BERT: &[&str] = &[
     "type_vocab_size",
 ];
 
+const MODERNBERT: &[&str] = &[
+    "attention_bias",
+    "attention_dropout",
+    "classifier_activation",
+    "classifier_bias",
+    "classifier_dropout",
+    "classifier_pooling",
+    "cls_token_id",
+    "decoder_bias",
+    "deterministic_flash_attn",
+    "embedding_dropout",
+    "global_attn_every_n_layers",
+    "global_rope_theta",
+    "hidden_activation",
+    "hidden_size",
+    "initializer_cutoff_factor",
+    "intermediate_size",
+    "layer_norm_eps",
+    "layer_types",
+    "local_attention",
+    "local_rope_theta",
+    "max_position_embeddings",
+    "mlp_bias",
+    "mlp_dropout",
+    "norm_bias",
+    "norm_eps",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "position_embedding_type",
+    "reference_compile",
+    "repad_logits_with_grad",
+    "rope_parameters",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
+];
+
 /// Keys of Llama and its descendants. A family ignores keys of features that it lacks, as in
 /// transformers.
 const LLAMA: &[&str] = &[
@@ -204,6 +240,7 @@ pub(crate) fn unknown(family: Family, config: &Value) -> Vec<String> {
     let own = match family {
         Family::Gpt2 => GPT2,
         Family::Bert => BERT,
+        Family::ModernBert => MODERNBERT,
         Family::Fireclay => return Vec::new(),
         _ => LLAMA,
     };

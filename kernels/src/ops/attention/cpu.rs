@@ -35,6 +35,7 @@ enum Visible {
     Positions(Vec<i64>, Option<usize>),
     Lengths(Vec<i64>),
     Documents(Vec<i64>, Option<usize>),
+    Ranges(Vec<i64>),
 }
 
 impl Problem {
@@ -51,6 +52,7 @@ impl Problem {
             AttentionMask::Positions { positions, window } => Visible::Positions(integers(positions), window),
             AttentionMask::Lengths(lengths) => Visible::Lengths(integers(lengths)),
             AttentionMask::Documents { starts, window } => Visible::Documents(integers(starts), window),
+            AttentionMask::Ranges(ranges) => Visible::Ranges(integers(ranges)),
         };
         Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, mask, options }
     }
@@ -84,6 +86,11 @@ impl Problem {
                 let start = clamp_index(starts[batch * self.seq_length + query], query);
                 let seen = last(query as i64, *window);
                 seen.start.max(start)..seen.end
+            }
+            Visible::Ranges(ranges) => {
+                let at = 2 * (batch * self.seq_length + query);
+                let last = ranges[at + 1].clamp(0, self.keys as i64 - 1);
+                ranges[at].clamp(0, last) as usize..last as usize + 1
             }
             Visible::Lengths(lengths) => 0..(lengths[batch].max(1) as usize).min(self.keys),
         }

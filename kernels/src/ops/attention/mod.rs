@@ -56,6 +56,9 @@ pub enum AttentionMask<B: Backend> {
         /// Maximum visible keys of a query.
         window: Option<usize>,
     },
+    /// A range of keys for each query, `[batch_size, seq_length, 2]`: the first and the last.
+    /// Clamped, so that a query sees at least one key: the last to `0..keys`, the first to `0..=last`.
+    Ranges(Tensor<B, 3, Int>),
 }
 
 /// Options of attention.
@@ -160,6 +163,9 @@ impl<B: Backend> AttentionMask<B> {
             }
             Self::Lengths(lengths) => {
                 part(op, "lengths", lengths).integer().shaped(&[batch_size], x);
+            }
+            Self::Ranges(ranges) => {
+                part(op, "ranges", ranges).integer().shaped(&[batch_size, seq_length, 2], x);
             }
         }
     }

@@ -165,6 +165,16 @@ fn hidden<B: Backend>(
             let before = key_at.clone().expand(shape).lower(starts);
             Some(before.bool_or(outside(query_at.reshape([1, 1, seq_length, 1]), *window).expand(shape)))
         }
+        AttentionMask::Ranges(ranges) => {
+            let [batch_size, ..] = ranges.dims();
+            let shape = [batch_size, 1, seq_length, keys];
+            let end = |at: usize| ranges.clone().narrow(2, at, 1).reshape([batch_size, 1, seq_length, 1]);
+            let last = end(1).clamp(0, keys as i32 - 1);
+            let first = end(0).clamp_min(0);
+            let first = first.clone().mask_where(first.greater(last.clone()), last.clone()).expand(shape);
+            let key_at = key_at.expand(shape);
+            Some(key_at.clone().lower(first).bool_or(key_at.greater(last.expand(shape))))
+        }
         AttentionMask::Lengths(lengths) => {
             let [batch_size] = lengths.dims();
             let shape = [batch_size, 1, seq_length, keys];

@@ -221,7 +221,7 @@ impl<R: CubeRuntime> Hopper<R> {
                 }
                 (Mask::Documents, None, Some(Documents::rows(&starts, *window)))
             }
-            CubeMask::Positions { .. } => return None,
+            CubeMask::Positions { .. } | CubeMask::Ranges(_) => return None,
         };
         let window = window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW);
         Some(Self { half, dims, mask, window, ints, options })
