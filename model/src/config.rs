@@ -304,7 +304,6 @@ impl TransformerConfig {
         Self {
             norm_epsilon: 1e-6,
             norm_placement: NormPlacement::Both,
-            layer_windows: (0..n_layers).map(|layer| if layer % 2 == 0 { sliding_window } else { 0 }).collect(),
             attention_softcap: Some(50.0),
             logit_softcap: Some(30.0),
             embedding_multiplier: (d_model as f64).sqrt(),
@@ -312,6 +311,7 @@ impl TransformerConfig {
             tied_embeddings: true,
             ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
         }
+        .with_windows(|layer| if layer % 2 == 0 { sliding_window } else { 0 })
     }
 
     /// Gemma 3's shape (Gemma Team, 2025), text only: norms of queries and keys instead of soft-capping,
@@ -327,13 +327,13 @@ impl TransformerConfig {
         let rotary = |base: f64| Positions::Rotary { base, scaling: RotaryScaling::None };
         Self {
             qk_norm: true,
-            layer_windows: (1..=n_layers).map(|layer| if layer % 6 == 0 { 0 } else { sliding_window }).collect(),
             positions: rotary(1e6),
             window_positions: Some(rotary(1e4)),
             attention_softcap: None,
             logit_softcap: None,
             ..Self::gemma2(vocab_size, context_length, d_model, n_layers, n_heads, sliding_window)
         }
+        .with_windows(|layer| if layer % 6 == 5 { 0 } else { sliding_window })
     }
 
     /// OLMo 2's shape (OLMo Team, 2024): norms on sub-layers' outputs, and over all query and all
@@ -383,7 +383,6 @@ impl TransformerConfig {
         local_attention: usize,
     ) -> Self {
         let rotary = |base: f64| Positions::Rotary { base, scaling: RotaryScaling::None };
-        let window = |layer: usize| if layer.is_multiple_of(3) { 0 } else { local_attention / 2 + 1 };
         Self {
             d_ff: 3 * d_model / 2,
             norm_epsilon: 1e-5,
@@ -393,7 +392,6 @@ impl TransformerConfig {
             norm_placement: NormPlacement::Pre,
             positions: rotary(160_000.0),
             window_positions: Some(rotary(10_000.0)),
-            layer_windows: (0..n_layers).map(window).collect(),
             token_types: 0,
             qkv_bias: false,
             output_bias: false,
@@ -401,6 +399,20 @@ impl TransformerConfig {
             gated: true,
             residual_scaling: true,
             ..Self::bert(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+        .with_windows(|layer| if layer % 3 == 0 { 0 } else { local_attention / 2 + 1 })
+    }
+
+    /// With a window for each layer, 0 for none: one setting for all if they are alike.
+    fn with_windows(self, window: impl Fn(usize) -> usize) -> Self {
+        let windows: Vec<usize> = (0..self.n_layers).map(window).collect();
+        match windows.windows(2).all(|pair| pair[0] == pair[1]) {
+            true => Self {
+                sliding_window: windows.first().copied().filter(|window| *window > 0),
+                layer_windows: Vec::new(),
+                ..self
+            },
+            false => Self { sliding_window: None, layer_windows: windows, ..self },
         }
     }
 

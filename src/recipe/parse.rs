@@ -11,8 +11,9 @@ use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
 /// The shipped recipes.
-const SHIPPED: [(&str, &str); 9] = [
+const SHIPPED: [(&str, &str); 10] = [
     ("stories", include_str!("shipped/stories.toml")),
+    ("masked", include_str!("shipped/masked.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
     ("gpt2-124m", include_str!("shipped/gpt2-124m.toml")),

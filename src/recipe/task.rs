@@ -14,6 +14,8 @@ pub enum TaskName {
     /// Predict the next token
     #[default]
     Language,
+    /// Predict hidden tokens, for encoders
+    Masked,
     /// Predict the assistant's messages in conversations
     Chat,
     /// Predict an utterance's intent and slots
@@ -27,6 +29,7 @@ impl TaskName {
             Self::Language | Self::Chat => {
                 (AttentionDirection::Causal, "a language model must not see the tokens that it predicts")
             }
+            Self::Masked => (AttentionDirection::Bidirectional, "a hidden token depends on what follows it"),
             Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
         }
     }
@@ -36,6 +39,7 @@ impl TaskName {
         match (self, has_data, has_model) {
             (Self::Language, false, false) => "stories",
             (Self::Language, ..) => "shakespeare-char-cpu",
+            (Self::Masked, ..) => "masked",
             (Self::Chat, ..) => "chat-lora",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",

@@ -153,7 +153,7 @@ impl Recipe {
     /// # Errors
     /// If a download fails.
     pub fn fetched(mut self, begun: bool, progress: FileProgress<'_>) -> Result<Self, Failure> {
-        if matches!(self.task, TaskName::Language | TaskName::Chat) {
+        if matches!(self.task, TaskName::Language | TaskName::Masked | TaskName::Chat) {
             let mut fetched = |source: &str| -> Result<String, Failure> {
                 Ok(dataset_folder(Path::new(source), progress)?.display().to_string())
             };

@@ -111,7 +111,7 @@ def cases():
         layer_norm_eps=1e-5, position_embedding_type="absolute", global_attn_every_n_layers=3,
     )
     yield "modernbert", OTHER | dict(
-        local_attention=9, layer_types=[SLIDING, FULL, SLIDING, SLIDING], norm_bias=True, attention_bias=True, mlp_bias=True,
+        hidden_size=24, local_attention=9, layer_types=[SLIDING, FULL, SLIDING, SLIDING], norm_bias=True, attention_bias=True, mlp_bias=True,
         hidden_activation="silu", norm_eps=1e-3, rope_parameters={
             FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
             SLIDING: {"rope_type": "default", "rope_theta": 20.0},

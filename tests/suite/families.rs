@@ -23,7 +23,10 @@ pub(crate) fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
             let gemma = TransformerConfig::gemma2(50, 24, 32, 2, 4, 5).with_n_kv_heads(2).with_head_dim(6);
             gemma.with_attention_softcap(Some(1.5)).with_logit_softcap(Some(2.0)).with_attention_scale(Some(0.3))
         }),
-        ("gemma3", TransformerConfig::gemma3(50, 24, 32, 2, 4, 5).with_n_kv_heads(1).with_layer_windows(vec![3, 0])),
+        ("gemma3", {
+            let gemma = TransformerConfig::gemma3(50, 24, 32, 2, 4, 5).with_sliding_window(None);
+            gemma.with_n_kv_heads(1).with_layer_windows(vec![3, 0])
+        }),
         ("olmo2", TransformerConfig::olmo2(50, 24, 32, 2, 4).with_n_kv_heads(2)),
         ("olmo3", {
             let window = Positions::Rotary { base: 100.0, scaling: RotaryScaling::None };

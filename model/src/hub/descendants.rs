@@ -4,8 +4,8 @@
 use fireclay_kernels::ActivationKind;
 use serde_json::{Map, Value, json};
 
-use super::config::{Fields, activation_name, by_layer, layer_types, write_scaling};
 use super::family::Family;
+use super::fields::{Fields, activation_name, by_layer, layer_types, write_scaling};
 use crate::config::{ConfigError, NormPlacement, Positions, TransformerConfig};
 
 /// The default values of transformers.

@@ -4,6 +4,7 @@ mod bert;
 mod config;
 mod descendants;
 mod family;
+mod fields;
 mod gpt2;
 mod keys;
 mod llama;

@@ -3,9 +3,9 @@
 use fireclay_kernels::ActivationKind;
 use serde_json::{Value, json};
 
-use super::config::{Fields, activation_name, by_layer, layer_types, write_scaling};
 use super::descendants::positions_by_kind;
 use super::family::Family;
+use super::fields::{Fields, activation_name, by_layer, layer_types, write_scaling};
 use super::tensor::{HubTensor, whole};
 use crate::config::{ConfigError, Positions, TransformerConfig};
 
