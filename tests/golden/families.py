@@ -15,7 +15,7 @@ families.json has, for each case, its config and the shapes of its tensors. fami
     NAME.prompts [3, 6], padded on the right with 0, NAME.lengths [3], and NAME.greedy [3, 64]: the tokens that follow
     NAME.targets [2, 16], NAME.loss [1] and NAME.grad.TENSOR, for the first case of each family
 
-and for encoders, whose rows are padded on the right,
+and for encoders, whose rows are padded on the right in the file,
 
     NAME.tokens [3, 20], NAME.lengths [3], NAME.hidden [3, 20, d], zeros for padding
     NAME.grad_output like hidden, and NAME.grad.TENSOR, for the first case
@@ -45,6 +45,10 @@ BASE = dict(
 )
 OTHER = BASE | dict(hidden_size=20, intermediate_size=28, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+
+
+def without(config, name):
+    return {key: value for key, value in config.items() if key != name}
 
 
 def cases():
@@ -106,11 +110,11 @@ def cases():
     yield "qwen2", BASE | dict(
         use_sliding_window=True, sliding_window=4, layer_types=[SLIDING, FULL, SLIDING], rope_theta=300.0,
     )
-    yield "modernbert", BASE | dict(
+    yield "modernbert", without(BASE, "num_key_value_heads") | dict(
         num_hidden_layers=5, local_attention=6, global_rope_theta=300.0, local_rope_theta=50.0, norm_eps=1e-5,
         layer_norm_eps=1e-5, position_embedding_type="absolute", global_attn_every_n_layers=3,
     )
-    yield "modernbert", OTHER | dict(
+    yield "modernbert", without(OTHER, "num_key_value_heads") | dict(
         hidden_size=24, local_attention=9, layer_types=[SLIDING, FULL, SLIDING, SLIDING], norm_bias=True, attention_bias=True, mlp_bias=True,
         hidden_activation="silu", norm_eps=1e-3, rope_parameters={
             FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
@@ -190,11 +194,12 @@ def built(config):
 
 
 def encoder(model, generator, with_gradients):
-    """Hidden states of padded rows, and gradients."""
+    """Hidden states of rows, each computed alone, so without padding; and gradients."""
     tokens = torch.randint(1, VOCAB, (3, 20), generator=generator)
     lengths = torch.tensor([20, 11, 5])
     real = torch.arange(20) < lengths[:, None]
-    hidden = model(input_ids=tokens, attention_mask=real.long()).last_hidden_state * real[..., None]
+    alone = [model(input_ids=row[None, :length]).last_hidden_state[0] for row, length in zip(tokens, lengths.tolist())]
+    hidden = torch.stack([F.pad(row, (0, 0, 0, 20 - len(row))) for row in alone])
     own = {"tokens": tokens, "lengths": lengths, "hidden": hidden}
     if with_gradients:
         upstream = torch.randn(hidden.shape, generator=generator).double() * real[..., None]

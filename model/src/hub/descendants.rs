@@ -280,6 +280,8 @@ pub(super) fn write(family: Family, c: &TransformerConfig) -> Value {
         "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim, "intermediate_size": c.d_ff,
         "rms_norm_eps": c.norm_epsilon, "attention_dropout": c.dropout,
+        // The default of transformers may be beyond the vocabulary, which it refuses.
+        "pad_token_id": null,
     }));
     let is_gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
     put(match is_gemma {

@@ -90,6 +90,8 @@ pub(super) fn write(c: &TransformerConfig) -> Value {
         "rope_parameters": { "full_attention": full, "sliding_attention": local },
         "attention_bias": c.qkv_bias, "mlp_bias": c.feed_forward_bias, "attention_dropout": c.dropout,
         "mlp_dropout": c.dropout, "embedding_dropout": c.dropout,
+        // The default of transformers may be beyond the vocabulary, which it refuses.
+        "pad_token_id": null,
     })
 }
 
