@@ -75,7 +75,10 @@ backend_test!(attention_matches_the_reference::<B>(device) {
         // Of all kinds, ends out of range and in the wrong order among them.
         let end = |at: usize| [(at * 7 % (keys + 4)) as i32 - 2, (at * 7 % (keys + 4) + at * 3 % 50) as i32 - 3];
         let ranges: Vec<i32> = (0..batch_size * queries).flat_map(end).collect();
-        masks.push(("ranges", AttentionMask::Ranges(ints(&ranges).reshape([batch_size, queries, 2]))));
+        // On other backends than the CPU each mask is compiled for each size.
+        if B::is_synchronous() || queries == 65 {
+            masks.push(("ranges", AttentionMask::Ranges(ints(&ranges).reshape([batch_size, queries, 2]))));
+        }
         masks.extend(documents);
         for (name, mask) in &masks {
             let name = format!("attention {name} {batch_size}x{n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}");

@@ -193,7 +193,7 @@ pub trait HeadLossOps: ReshapeOps + WeightOps {
 ///   f32;
 /// - `weight`: `[vocabulary, d_model]`;
 /// - `targets`: one per row of `hidden`, in `0..vocabulary`. Others, such as [`IGNORED_TARGET`], do
-/// not count, on every backend.
+///   not count, on every backend.
 ///
 /// # Panics
 /// If the numbers of targets and rows differ, or `d_model` of `hidden` and of `weight`, or a
