@@ -15,7 +15,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::device::{Device, DeviceId};
 use cubecl::server::Handle;
 
-pub(crate) use self::few_rows::few_rows_product;
+pub(crate) use self::few_rows::{FewRowsWeight, few_rows_product};
 use self::split::split;
 use self::tiles::{Tiles, WIDEST, tiles};
 use super::cubecl::gemm_tensor_cores::Added;
