@@ -345,6 +345,41 @@ mod tests {
             let message = refused.expect_err("half of each head").to_string();
             assert!(message.contains("partial_rotary_factor is 0.5"), "{message}");
         }
+        // Of each new family, what it does not compute.
+        let changed = |config: &TransformerConfig, more: Value| {
+            let mut config = Value::Object(Family::of(config).write(config));
+            more.as_object().expect("fields").iter().for_each(|(key, value)| config[key] = value.clone());
+            read(&config).map(|_| ()).map_err(|error| error.to_string())
+        };
+        let llama = || TransformerConfig::llama(61, 32, 24, 2, 4);
+        let phi3 = llama().with_rotary_dim(Some(4));
+        let granite = llama().with_residual_multiplier(0.5);
+        let [gemma2, gemma3] = [TransformerConfig::gemma2, TransformerConfig::gemma3].map(|of| of(61, 32, 24, 3, 4, 5));
+        let modernbert = TransformerConfig::modernbert(61, 32, 24, 4, 3, 8);
+        let smollm3 = TransformerConfig::smollm3(61, 32, 24, 5, 4);
+        let half = json!({ "full_attention": { "partial_rotary_factor": 0.5 } });
+        for (config, more, named) in [
+            (&gemma2, json!({ "use_bidirectional_attention": true }), "use_bidirectional_attention is true"),
+            (
+                &gemma2,
+                json!({ "layer_types": ["full_attention", "chunked_attention", "full_attention"] }),
+                "chunked_attention",
+            ),
+            (&gemma2, json!({ "sliding_window": 0 }), "sliding_window is 0"),
+            (&gemma3, json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping is 50"),
+            (&gemma3, json!({ "rope_parameters": half }), "partial_rotary_factor is 0.5"),
+            (&granite, json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor is 0.5"),
+            (&granite, json!({ "logits_scaling": 0 }), "logit_divisor (0)"),
+            (&phi3, json!({ "rope_scaling": { "type": "yarn", "factor": 2.0 } }), "longrope only"),
+            (&phi3, json!({ "partial_rotary_factor": 1.5 }), "partial_rotary_factor is 1.5"),
+            (&phi3, json!({ "resid_pdrop": 0.1 }), "resid_pdrop is 0.1"),
+            (&smollm3, json!({ "no_rope_layers": [1, 2, 1, 1, 1] }), "no_rope_layers"),
+            (&modernbert, json!({ "mlp_dropout": 0.1 }), "mlp_dropout is 0.1"),
+            (&modernbert, json!({ "position_embedding_type": "relative" }), "position_embedding_type"),
+        ] {
+            let message = changed(config, more).expect_err(named);
+            assert!(message.contains(named), "{message}");
+        }
         let message = read(&json!({ "model_type": "gpt2", "n_embd": "x" })).expect_err("wrong type").to_string();
         assert!(message.contains("n_embd"), "{message}");
     }

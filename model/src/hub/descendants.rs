@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use super::family::Family;
 use super::fields::{Fields, activation_name, by_layer, layer_types, write_scaling};
 use crate::config::{ConfigError, NormPlacement, Positions, TransformerConfig};
+use crate::rotary::RotaryScaling;
 
 /// The default values of transformers.
 struct Defaults {
@@ -89,7 +90,10 @@ pub(super) fn read(fields: &Fields<'_>, family: Family) -> Result<TransformerCon
     );
     let rotary_dim = match family {
         Family::Phi3 => rotary_dim(fields, head_dim)?,
-        _ => None,
+        _ => {
+            fields.refuse_parts()?;
+            None
+        }
     };
     let rotated = rotary_dim.unwrap_or(head_dim);
     let (positions, window_positions, context_length) = match family {
@@ -139,6 +143,12 @@ pub(super) fn read(fields: &Fields<'_>, family: Family) -> Result<TransformerCon
             TransformerConfig { layers_without_positions: layers_without_positions(fields, n_layers)?, ..base }
         }
         Family::Phi3 => {
+            // transformers takes no other.
+            if let Positions::Rotary { scaling, .. } = &base.positions
+                && !matches!(scaling, RotaryScaling::None | RotaryScaling::LongRope { .. })
+            {
+                return Err(ConfigError("config.json: rope_scaling of phi3 is supported as longrope only".into()));
+            }
             // One probability here.
             for name in ["resid_pdrop", "embd_pdrop"] {
                 if fields.number_or(name, 0.0)? != dropout {

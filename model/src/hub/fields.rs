@@ -215,11 +215,19 @@ impl Fields<'_> {
     /// Rotary positions and their scaling, from `rope_scaling` or else `rope_parameters`, whose
     /// base precedes `rope_theta`, as in transformers.
     pub(super) fn rotary(&self, context_length: usize, head_dim: usize) -> Result<(Positions, usize), ConfigError> {
-        self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
-        for scaling in ["rope_scaling", "rope_parameters"].into_iter().filter_map(|name| self.get(name)) {
-            Fields(scaling).refuse(&[("partial_rotary_factor", json!(1.0))])?;
-        }
+        self.refuse_parts()?;
         self.rotary_part(context_length, head_dim, 10_000.0, context_length)
+    }
+
+    /// Refuses a rotation of only a part of each head.
+    pub(super) fn refuse_parts(&self) -> Result<(), ConfigError> {
+        let scalings = || ["rope_scaling", "rope_parameters"].into_iter().filter_map(|name| self.get(name));
+        let kinds = ["full_attention", "sliding_attention"];
+        let nested = scalings().flat_map(|scaling| kinds.into_iter().filter_map(|kind| scaling.get(kind)));
+        for fields in std::iter::once(self.0).chain(scalings()).chain(nested) {
+            Fields(fields).refuse(&[("partial_rotary_factor", json!(1.0))])?;
+        }
+        Ok(())
     }
 
     /// The same for the `rotated` first elements of a head, with the default base, and the default of

@@ -11,6 +11,7 @@ use crate::config::{ConfigError, Positions, TransformerConfig};
 
 pub(super) fn read(fields: &Fields<'_>) -> Result<TransformerConfig, ConfigError> {
     fields.refuse(&[("position_embedding_type", json!("absolute"))])?;
+    fields.refuse_parts()?;
     let (d_model, n_heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
     let n_layers = fields.size("num_hidden_layers")?;
     let context = fields.size_or("max_position_embeddings", 8192)?;
