@@ -3,15 +3,16 @@
 use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, Param, ParamId};
+use burn::tensor::activation::log_softmax;
 use burn::tensor::backend::ExecutionError;
-use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded,
     DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey,
-    RotaryTable, SampledRows, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_logits, head_loss,
-    head_sample, head_sample_logits, linear, norm, reshape,
+    RotaryTable, SampledRows, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_log_probs,
+    head_logits, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -269,6 +270,11 @@ impl<B: Backend> Transformer<B> {
     /// The format of each matrix that may be quantized, by its path; of several the first, and none where it is floats.
     pub fn formats(&mut self) -> Vec<(String, Option<Format>)> {
         self.matrices_mut().map(|(path, matrix)| (path, matrix.weight().format())).collect()
+    }
+
+    /// Bytes of the matrices whose paths `counted` accepts, as they are stored, with copies in other dtypes.
+    pub fn matrix_bytes(&mut self, counted: impl Fn(&str) -> bool) -> u64 {
+        self.all_matrices_mut().filter(|(path, _)| counted(path)).map(|(_, matrix)| matrix.bytes()).sum()
     }
 
     /// All matrices that may have a copy in another dtype, by path.
@@ -848,6 +854,23 @@ impl<B: Backend> Transformer<B> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
         let options = options.with_softcap(self.config.logit_softcap);
         head_loss(self.before_head(hidden), self.head_weight(), targets, options)
+    }
+
+    /// The log-probability of each target `[batch_size, seq_length]`, f32 `[batch_size * seq_length]` in nats, from the
+    /// hidden states; 0 for ignored ones: see [`head_log_probs`].
+    pub fn log_probs(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
+        if self.config.logit_softcap.is_none() {
+            return head_log_probs(self.before_head(hidden), self.head_weight(), targets, None);
+        }
+        // The operation knows no cap.
+        let ([batch_size, seq_length], known) = (targets.dims(), self.config.vocab_size as i64);
+        let logits = linear(self.before_head(hidden), self.head_weight(), None).cast(DType::F32);
+        let log_probs = log_softmax(self.capped(logits), 2);
+        let ignored = targets.clone().lower_elem(0).bool_or(targets.clone().greater_equal_elem(known));
+        let target = targets.clamp(0, known - 1).reshape([batch_size, seq_length, 1]);
+        let own = log_probs.gather(2, target).reshape([batch_size, seq_length]).mask_fill(ignored, 0.0);
+        own.reshape([batch_size * seq_length])
     }
 
     /// Samples a token for each row, `[rows]`, from the hidden states of the last pass into

@@ -18,6 +18,8 @@ pub enum TaskName {
     Masked,
     /// Predict the assistant's messages in conversations
     Chat,
+    /// Prefer one answer to another (DPO)
+    Preference,
     /// Predict an utterance's intent and slots
     IntentSlot,
 }
@@ -26,7 +28,7 @@ impl TaskName {
     /// The attention that the task needs, and why.
     pub(crate) fn attention(self) -> (AttentionDirection, &'static str) {
         match self {
-            Self::Language | Self::Chat => {
+            Self::Language | Self::Chat | Self::Preference => {
                 (AttentionDirection::Causal, "a language model must not see the tokens that it predicts")
             }
             Self::Masked => (AttentionDirection::Bidirectional, "a hidden token depends on what follows it"),
@@ -41,6 +43,7 @@ impl TaskName {
             (Self::Language, ..) => "shakespeare-char-cpu",
             (Self::Masked, ..) => "masked",
             (Self::Chat, ..) => "chat-lora",
+            (Self::Preference, ..) => "dpo",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",
         }
@@ -48,7 +51,7 @@ impl TaskName {
 
     /// Whether its models generate text.
     pub fn writes_text(self) -> bool {
-        matches!(self, Self::Language | Self::Chat)
+        matches!(self, Self::Language | Self::Chat | Self::Preference)
     }
 }
 

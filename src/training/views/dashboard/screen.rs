@@ -92,17 +92,17 @@ fn extent(values: impl Iterator<Item = f64> + Clone) -> Option<[f64; 2]> {
     Some([values.clone().reduce(f64::min)?, values.reduce(f64::max)?])
 }
 
-/// Steps and losses of the axes. The losses are those of the last nine tenths of the steps, so that
-/// the first ones do not flatten all that follow.
-fn axes<'a>(points: impl Iterator<Item = &'a (f64, f64)> + Clone) -> Option<[[f64; 2]; 2]> {
+/// Steps and losses of the axes. A linear scale takes the losses of the last nine tenths of the
+/// steps, so that the first ones do not flatten all that follow; a logarithmic one takes all.
+fn axes<'a>(points: impl Iterator<Item = &'a (f64, f64)> + Clone, log: bool) -> Option<[[f64; 2]; 2]> {
     let [left, right] = extent(points.clone().map(|(step, _)| *step))?;
-    let from = left + 0.1 * (right - left);
+    let from = if log { left } else { left + 0.1 * (right - left) };
     let [low, high] = extent(points.filter(|(step, _)| *step >= from).map(|(_, loss)| *loss))?;
     let margin = ((high - low) * 0.05).max(1e-3);
     Some([[left, right.max(left + 1.0)], [low - margin, high + margin]])
 }
 
-/// Both losses over the steps. Losses above the range of the last nine tenths are not shown.
+/// Both losses over the steps. Losses beyond the axes are not shown.
 fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let scaled = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
         let finite = points.iter().filter(|(_, y)| y.is_finite() && (!state.log || *y > 0.0));
@@ -115,7 +115,7 @@ fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
         Span::styled("training ", Style::new().fg(TRAIN)),
         Span::styled("validation ", Style::new().fg(VALID)),
     ]));
-    let Some([x, y]) = axes(train.iter().chain(&valid)) else {
+    let Some([x, y]) = axes(train.iter().chain(&valid), state.log) else {
         let text = Paragraph::new("the first step compiles kernels and takes longest").style(DIM);
         frame.render_widget(text.block(block), area);
         return;
@@ -222,6 +222,7 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     use super::*;
+    use crate::tasks::validation::Validation;
     use crate::training::events::{Event, MemoryUse};
     use crate::training::views::dashboard::state::About;
 
@@ -245,10 +246,11 @@ mod tests {
                 learning_rate: 1e-3,
                 gradient_norm: 0.5,
                 tokens_per_second: 123_456.0,
+                rewards: None,
                 memory: Some(MemoryUse { device: None, host: Some(512_000_000) }),
             });
         }
-        state.note(&Event::Validated { step: 1000, loss: 1.25, perplexity: None, scores: None });
+        state.note(&Event::Validated { step: 1000, validation: Validation::of_loss(1.25), perplexity: None });
         state.note(&Event::Sampled { step: 1000, text: "Once there was\na potter.\u{1b}[2J".into() });
         state.note(&Event::Warned { step: 1100, text: "the gradient norm is 30".into() });
         state
@@ -257,7 +259,7 @@ mod tests {
     #[test]
     fn the_first_losses_do_not_set_the_scale() {
         let losses: Vec<(f64, f64)> = (1..=1000).map(|step| (f64::from(step), 1.0 + 4.0 / f64::from(step))).collect();
-        let [steps, [low, high]] = axes(losses.iter()).expect("losses");
+        let [steps, [low, high]] = axes(losses.iter(), false).expect("losses");
         assert_eq!(steps, [1.0, 1000.0]);
         assert!(low < 1.004 && 1.039 < high && high < 1.05, "{low} {high}");
         let shown = screen(&state(), 80, 24);
