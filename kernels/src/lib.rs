@@ -73,7 +73,7 @@ pub use ops::head_loss::{
     HeadLossGradients, HeadLossOptions, HeadLossOutput, HeadLossWanted, IGNORED_TARGET, head_loss,
 };
 pub use ops::head_sample::{
-    Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_sample, head_sample_logits,
+    Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_logits, head_sample, head_sample_logits,
 };
 #[cfg(feature = "cuda")]
 pub use ops::kernels::{CudaSource, cuda_sources};

@@ -21,9 +21,9 @@ pub struct Attention<B: Backend> {
     pub qkv: Linear<B>,
     /// Their bias.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
-    /// RMS norm of each query head.
+    /// RMS norm of each query head, or of all together.
     pub query_norm: Option<LayerNorm<B>>,
-    /// RMS norm of each key head.
+    /// RMS norm of each key head, or of all together.
     pub key_norm: Option<LayerNorm<B>>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
     pub output: Linear<B>,
@@ -31,15 +31,26 @@ pub struct Attention<B: Backend> {
     pub output_bias: Option<Param<Tensor<B, 1>>>,
     n_heads: usize,
     n_kv_heads: usize,
+    /// Whether the norms are over all heads together.
+    joint_norms: bool,
     #[module(skip)]
     window: Option<usize>,
+    /// Index of the rotary table.
+    #[module(skip)]
+    rotary: Option<usize>,
+    #[module(skip)]
+    options: AttentionOptions,
 }
 
 impl<B: Backend> Attention<B> {
     pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
         let heads = config.n_heads * config.head_dim;
-        let head_norm = || init.norm(config.head_dim, NormKind::RmsNorm, config.norm_epsilon);
-        let (query_norm, key_norm) = (config.qk_norm.then(head_norm), config.qk_norm.then(head_norm));
+        let qk_norm = |heads: usize| {
+            let width = config.head_dim * if config.joint_qk_norm { heads } else { 1 };
+            config.qk_norm.then(|| init.norm(width, NormKind::RmsNorm, false, config.norm_epsilon))
+        };
+        let (query_norm, key_norm) = (qk_norm(config.n_heads), qk_norm(config.n_kv_heads));
+        let options = AttentionOptions::new(config.head_dim).with_scale(config.attention_scale);
         let [deviation, residual_deviation] = config.init_deviations;
         Self {
             qkv: Matrix::from(init.matrix([config.qkv_width(), config.d_model], deviation)).into(),
@@ -50,7 +61,10 @@ impl<B: Backend> Attention<B> {
             output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
+            joint_norms: config.joint_qk_norm,
             window: config.window,
+            rotary: config.rotary,
+            options: options.with_softcap(config.attention_softcap),
         }
     }
 
@@ -69,7 +83,7 @@ impl<B: Backend> Attention<B> {
         let [rows, _] = x.dims();
         let (qkv, heads) = self.qkv(x, pre_norm);
         match (cache, pass.cached(self.window)) {
-            (Some(cache), Some(at)) => cached_attention(qkv, heads, self.placement(pass), at, cache),
+            (Some(cache), Some(at)) => cached_attention(qkv, heads, self.placement(pass), self.options, at, cache),
             _ => {
                 let output = self.attend(by_rows(qkv, pass), heads, pass, layer);
                 reshape(output, [rows, self.n_heads * heads.head_dim])
@@ -82,9 +96,9 @@ impl<B: Backend> Attention<B> {
     pub(crate) fn weights(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, pass: &Pass<B>) -> Tensor<B, 4> {
         let (qkv, heads) = self.qkv(x, pre_norm);
         let [query, key, _] = heads.split(by_rows(qkv, pass));
-        let query = self.place(query, self.query_norm.as_ref(), pass);
-        let key = self.place(key, self.key_norm.as_ref(), pass);
-        attention_weights(query, key, pass.mask(self.window), AttentionOptions::new(heads.head_dim))
+        let query = self.place(query, self.head_norms()[0], pass);
+        let key = self.place(key, self.head_norms()[1], pass);
+        attention_weights(query, key, pass.mask(self.window), self.options)
     }
 
     /// The packed queries, keys and values of tokens, one row each, with their layout.
@@ -94,35 +108,57 @@ impl<B: Backend> Attention<B> {
         let [_, width] = qkv.dims();
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
-        (qkv, heads)
+        (self.jointly_normed(qkv, heads), heads)
+    }
+
+    /// Normalizes all query heads of tokens together, and all key heads, if these are the norms.
+    fn jointly_normed(&self, qkv: Tensor<B, 2>, heads: PackedHeads) -> Tensor<B, 2> {
+        let (Some(query_norm), Some(key_norm), true) = (&self.query_norm, &self.key_norm, self.joint_norms) else {
+            return qkv;
+        };
+        let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+        let columns = |first: usize, heads: usize| qkv.clone().narrow(1, first * head_dim, heads * head_dim);
+        let query = norm(columns(0, n_heads), &query_norm.weights());
+        let key = norm(columns(n_heads, n_kv_heads), &key_norm.weights());
+        Tensor::cat(vec![query, key, columns(n_heads + n_kv_heads, n_kv_heads)], 1)
+    }
+
+    /// The norms of single heads: of queries and of keys.
+    fn head_norms(&self) -> [Option<&LayerNorm<B>>; 2] {
+        [&self.query_norm, &self.key_norm].map(|norm| norm.as_ref().filter(|_| !self.joint_norms))
     }
 
     /// Attention within each row, `[batch_size, seq_length, n_heads * head_dim]`.
     fn attend(&self, qkv: Tensor<B, 3>, heads: PackedHeads, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
         let dropout = pass.dropout(layer, Site::Attention);
-        let options = AttentionOptions::new(heads.head_dim).with_dropout(dropout);
-        if self.query_norm.is_none() && self.key_norm.is_none() {
-            let qkv = match &pass.rotary {
+        let options = self.options.with_dropout(dropout);
+        if self.head_norms().iter().all(Option::is_none) {
+            let qkv = match self.table(&pass.rotary) {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,
             };
             return qkv_attention(qkv, heads, pass.mask(self.window), options);
         }
         let [query, key, value] = heads.split(qkv);
-        let query = self.place(query, self.query_norm.as_ref(), pass);
-        let key = self.place(key, self.key_norm.as_ref(), pass);
+        let query = self.place(query, self.head_norms()[0], pass);
+        let key = self.place(key, self.head_norms()[1], pass);
         attention(query, key, value, pass.mask(self.window), options)
     }
 
     /// The parameters of [`place`](Self::place), for the operation that fuses it.
     fn placement(&self, pass: &Pass<B>) -> Placement<B> {
-        self.placed_by(pass.rotary.clone())
+        self.placed_by(&pass.rotary)
+    }
+
+    /// The rotary table of this layer, of those of the model.
+    fn table<'a>(&self, tables: &'a [RotaryTable<B>]) -> Option<&'a RotaryTable<B>> {
+        self.rotary.map(|own| &tables[own])
     }
 
     /// Norms and rotation of queries and keys.
-    pub(crate) fn placed_by(&self, rotary: Option<RotaryTable<B>>) -> Placement<B> {
-        let weights = |norm: &Option<LayerNorm<B>>| norm.as_ref().map(LayerNorm::weights);
-        Placement { query_norm: weights(&self.query_norm), key_norm: weights(&self.key_norm), rotary }
+    pub(crate) fn placed_by(&self, tables: &[RotaryTable<B>]) -> Placement<B> {
+        let [query_norm, key_norm] = self.head_norms().map(|norm| norm.map(LayerNorm::weights));
+        Placement { query_norm, key_norm, rotary: self.table(tables).cloned() }
     }
 
     /// Normalizes and rotates heads `[batch_size, heads, seq_length, head_dim]`, as the config
@@ -132,7 +168,7 @@ impl<B: Backend> Attention<B> {
             Some(weights) => norm(heads, &weights.weights()),
             None => heads,
         };
-        match &pass.rotary {
+        match self.table(&pass.rotary) {
             Some(table) => rotary(heads, table, pass.positions.clone()),
             None => heads,
         }

@@ -12,6 +12,10 @@ use crate::rotary::RotaryScaling;
 pub enum NormPlacement {
     /// Before each sub-layer, and once more after the last block (GPT-2, Llama).
     Pre,
+    /// On each sub-layer's output before it is added, and once more after the last block (OLMo 2).
+    Output,
+    /// Before each sub-layer, on its output, and once more after the last block (Gemma).
+    Both,
     /// After each residual sum, and once after the embeddings (BERT).
     Post,
 }
@@ -69,21 +73,62 @@ pub struct TransformerConfig {
     pub norm: NormKind,
     /// Added to variances and mean squares.
     pub norm_epsilon: f64,
+    /// Whether layer norms have a shift.
+    #[serde(default = "yes")]
+    pub norm_bias: bool,
+    /// Whether embeddings are normalized although blocks begin with norms (ModernBERT).
+    #[serde(default)]
+    pub embedding_norm: bool,
+    /// Whether the first block normalizes what its attention reads (not ModernBERT's, after a norm of
+    /// embeddings).
+    #[serde(default = "yes")]
+    pub first_norm: bool,
     /// Before or after the sub-layers.
     pub norm_placement: NormPlacement,
     /// Learned, rotary or none.
     pub positions: Positions,
+    /// Rotary positions of layers with a window, if they differ from those of others (Gemma 3, OLMo
+    /// 3).
+    #[serde(default)]
+    pub window_positions: Option<Positions>,
+    /// Layers without rotary positions, counted from zero, in order (SmolLM3).
+    #[serde(default)]
+    pub layers_without_positions: Vec<usize>,
+    /// Number of elements of a head that rotate, the first ones; all by default (Phi-4-mini).
+    #[serde(default)]
+    pub rotary_dim: Option<usize>,
     /// Number of token types with an embedding; 0 for none.
     pub token_types: usize,
     /// Causal or bidirectional.
     pub attention: AttentionDirection,
-    /// Maximum keys that a query sees, its own included.
+    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either side.
     pub sliding_window: Option<usize>,
     /// A window per layer instead of `sliding_window`, 0 for none; empty if all layers are alike.
     #[serde(default)]
     pub layer_windows: Vec<usize>,
     /// RMS norm over each head of queries and keys (Qwen3).
     pub qk_norm: bool,
+    /// Whether `qk_norm` is over all heads together (OLMo 2).
+    #[serde(default)]
+    pub joint_qk_norm: bool,
+    /// Scale of attention scores; `1 / sqrt(head_dim)` by default.
+    #[serde(default)]
+    pub attention_scale: Option<f64>,
+    /// Soft-capping of attention scores `s`: `cap * tanh(s / cap)` (Gemma 2).
+    #[serde(default)]
+    pub attention_softcap: Option<f64>,
+    /// Soft-capping of logits (Gemma 2).
+    #[serde(default)]
+    pub logit_softcap: Option<f64>,
+    /// Factor on token embeddings (Gemma, Granite).
+    #[serde(default = "one")]
+    pub embedding_multiplier: f64,
+    /// Factor on what each sub-layer adds to the residual stream (Granite).
+    #[serde(default = "one")]
+    pub residual_multiplier: f64,
+    /// Divides logits (Granite).
+    #[serde(default = "one")]
+    pub logit_divisor: f64,
     /// Bias on the query, key and value projection.
     pub qkv_bias: bool,
     /// Bias on attention's output projection.
@@ -111,6 +156,14 @@ pub struct TransformerConfig {
     pub tags: usize,
 }
 
+fn yes() -> bool {
+    true
+}
+
+fn one() -> f64 {
+    1.0
+}
+
 /// A contradiction between settings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the model's {0}")]
@@ -127,117 +180,6 @@ macro_rules! with {
 }
 
 impl TransformerConfig {
-    /// GPT-2's shape (Radford et al., 2019) in the given sizes.
-    pub fn gpt2(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
-        Self {
-            vocab_size,
-            context_length,
-            d_model,
-            n_layers,
-            n_heads,
-            n_kv_heads: n_heads,
-            head_dim: d_model / n_heads.max(1),
-            d_ff: 4 * d_model,
-            norm: NormKind::LayerNorm,
-            norm_epsilon: 1e-5,
-            norm_placement: NormPlacement::Pre,
-            positions: Positions::Learned,
-            token_types: 0,
-            attention: AttentionDirection::Causal,
-            sliding_window: None,
-            layer_windows: Vec::new(),
-            qk_norm: false,
-            qkv_bias: true,
-            output_bias: true,
-            feed_forward_bias: true,
-            activation: ActivationKind::GeluTanh,
-            gated: false,
-            tied_embeddings: true,
-            dropout: 0.0,
-            init_deviation: 0.02,
-            residual_scaling: true,
-            intents: 0,
-            tags: 0,
-        }
-    }
-
-    /// The same as [`gpt2`](Self::gpt2): a starting point for custom shapes.
-    pub fn new(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
-        Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
-    }
-
-    /// Llama's shape (Touvron et al., 2023) in the given sizes, `d_ff` at `8 / 3 * d_model` rounded
-    /// up to 32.
-    pub fn llama(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
-        Self {
-            d_ff: (8 * d_model / 3).next_multiple_of(32),
-            norm: NormKind::RmsNorm,
-            positions: Positions::Rotary { base: 10_000.0, scaling: RotaryScaling::None },
-            qkv_bias: false,
-            output_bias: false,
-            feed_forward_bias: false,
-            activation: ActivationKind::Silu,
-            gated: true,
-            tied_embeddings: false,
-            ..Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
-        }
-    }
-
-    /// Mistral's shape (Jiang et al., 2023): Llama with a sliding window.
-    pub fn mistral(
-        vocab_size: usize,
-        context_length: usize,
-        d_model: usize,
-        n_layers: usize,
-        n_heads: usize,
-        sliding_window: usize,
-    ) -> Self {
-        Self {
-            sliding_window: Some(sliding_window),
-            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
-        }
-    }
-
-    /// Qwen2's shape: Llama with biases on queries, keys and values.
-    pub fn qwen2(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
-        Self {
-            qkv_bias: true,
-            norm_epsilon: 1e-6,
-            positions: Positions::Rotary { base: 1e6, scaling: RotaryScaling::None },
-            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
-        }
-    }
-
-    /// Qwen3's shape: Llama with norms on queries and keys, and a head width of its own.
-    pub fn qwen3(
-        vocab_size: usize,
-        context_length: usize,
-        d_model: usize,
-        n_layers: usize,
-        n_heads: usize,
-        head_dim: usize,
-    ) -> Self {
-        Self {
-            qk_norm: true,
-            qkv_bias: false,
-            head_dim,
-            ..Self::qwen2(vocab_size, context_length, d_model, n_layers, n_heads)
-        }
-    }
-
-    /// BERT's encoder (Devlin et al., 2018) in the given sizes.
-    pub fn bert(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
-        Self {
-            norm_epsilon: 1e-12,
-            norm_placement: NormPlacement::Post,
-            token_types: 2,
-            attention: AttentionDirection::Bidirectional,
-            activation: ActivationKind::GeluErf,
-            residual_scaling: false,
-            ..Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
-        }
-    }
-
     with! {
         /// With this many key and value heads.
         with_n_kv_heads: n_kv_heads, usize;
@@ -253,6 +195,12 @@ impl TransformerConfig {
         with_norm_placement: norm_placement, NormPlacement;
         /// With learned, rotary or no positions.
         with_positions: positions, Positions;
+        /// With other rotary positions in layers with a window.
+        with_window_positions: window_positions, Option<Positions>;
+        /// Without positions in these layers.
+        with_layers_without_positions: layers_without_positions, Vec<usize>;
+        /// With this many rotating elements of a head.
+        with_rotary_dim: rotary_dim, Option<usize>;
         /// With vectors for this many token types.
         with_token_types: token_types, usize;
         /// Causal or bidirectional.
@@ -263,6 +211,20 @@ impl TransformerConfig {
         with_layer_windows: layer_windows, Vec<usize>;
         /// With norms on queries and keys.
         with_qk_norm: qk_norm, bool;
+        /// With norms of queries and keys over all heads together.
+        with_joint_qk_norm: joint_qk_norm, bool;
+        /// With this scale of attention scores.
+        with_attention_scale: attention_scale, Option<f64>;
+        /// With soft-capped attention scores.
+        with_attention_softcap: attention_softcap, Option<f64>;
+        /// With soft-capped logits.
+        with_logit_softcap: logit_softcap, Option<f64>;
+        /// With this factor on token embeddings.
+        with_embedding_multiplier: embedding_multiplier, f64;
+        /// With this factor on what sub-layers add.
+        with_residual_multiplier: residual_multiplier, f64;
+        /// With logits divided by this.
+        with_logit_divisor: logit_divisor, f64;
         /// With a bias on queries, keys and values.
         with_qkv_bias: qkv_bias, bool;
         /// With a bias on attention's output.
@@ -333,12 +295,33 @@ impl TransformerConfig {
                 format!("head_dim ({}) is odd, but positions are rotary and turn pairs", self.head_dim),
             ),
             (
-                self.sliding_window.is_some() && self.attention == AttentionDirection::Bidirectional,
-                "sliding_window is set, but attention is bidirectional: a window looks back only".into(),
+                self.rotary_dim.is_some_and(|dim| dim == 0 || dim % 2 == 1 || dim > self.head_dim),
+                format!("rotary_dim ({:?}) is not an even number up to head_dim ({})", self.rotary_dim, self.head_dim),
             ),
             (
-                !self.layer_windows.is_empty() && self.attention == AttentionDirection::Bidirectional,
-                "layer_windows are set, but attention is bidirectional: a window looks back only".into(),
+                !matches!(self.positions, Positions::Rotary { .. })
+                    && (self.rotary_dim.is_some()
+                        || self.window_positions.is_some()
+                        || !self.layers_without_positions.is_empty()),
+                "rotary_dim, window_positions and layers_without_positions are set, but positions are not rotary"
+                    .into(),
+            ),
+            (
+                self.window_positions.as_ref().is_some_and(|own| !matches!(own, Positions::Rotary { .. })),
+                "window_positions are not rotary, but positions are".into(),
+            ),
+            (
+                self.layers_without_positions.iter().any(|layer| *layer >= self.n_layers),
+                format!("layers_without_positions has a layer that is not below n_layers ({})", self.n_layers),
+            ),
+            (self.joint_qk_norm && !self.qk_norm, "joint_qk_norm is set, but qk_norm is not".into()),
+            (
+                self.embedding_norm && self.norm_placement == NormPlacement::Post,
+                "embedding_norm is set, but norm_placement is post, which has one anyway".into(),
+            ),
+            (
+                !self.first_norm && self.norm_placement != NormPlacement::Pre,
+                "first_norm is false, but norm_placement is not pre".into(),
             ),
             (
                 !self.layer_windows.is_empty() && self.sliding_window.is_some(),
@@ -379,6 +362,18 @@ impl TransformerConfig {
                 return Err(ConfigError(format!("{name} ({value}) must be a number, and not below 0")));
             }
         }
+        for (name, value) in [
+            ("attention_scale", self.attention_scale),
+            ("attention_softcap", self.attention_softcap),
+            ("logit_softcap", self.logit_softcap),
+            ("embedding_multiplier", Some(self.embedding_multiplier)),
+            ("residual_multiplier", Some(self.residual_multiplier)),
+            ("logit_divisor", Some(self.logit_divisor)),
+        ] {
+            if let Some(value) = value.filter(|value| !(value.is_finite() && *value > 0.0)) {
+                return Err(ConfigError(format!("{name} ({value}) must be a number above 0")));
+            }
+        }
         Ok(())
     }
 
@@ -395,19 +390,22 @@ impl TransformerConfig {
 
     /// Number of parameters, each counted once.
     pub fn parameter_count(&self) -> usize {
-        let norm = self.d_model * if self.norm == NormKind::LayerNorm { 2 } else { 1 };
+        let norm = self.d_model * if self.norm == NormKind::LayerNorm && self.norm_bias { 2 } else { 1 };
         let qkv = self.qkv_width();
         let attention = self.d_model * qkv
             + usize::from(self.qkv_bias) * qkv
             + self.n_heads * self.head_dim * self.d_model
             + usize::from(self.output_bias) * self.d_model
-            + usize::from(self.qk_norm) * 2 * self.head_dim;
+            + usize::from(self.qk_norm)
+                * self.head_dim
+                * if self.joint_qk_norm { self.n_heads + self.n_kv_heads } else { 2 };
         let up = self.up_width();
         let feed_forward =
             self.d_model * up + self.d_ff * self.d_model + usize::from(self.feed_forward_bias) * (up + self.d_model);
         let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
-        self.n_layers * (attention + feed_forward + 2 * norm)
-            + norm
+        let norms = if self.norm_placement == NormPlacement::Both { 4 } else { 2 };
+        self.n_layers * (attention + feed_forward + norms * norm) + norm + usize::from(self.embedding_norm) * norm
+            - usize::from(!self.first_norm) * norm
             + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
             + self.d_model * (self.intents + self.tags)
             + positions
@@ -419,6 +417,28 @@ impl TransformerConfig {
             true => self.init_deviation / (2.0 * self.n_layers as f64).sqrt(),
             false => self.init_deviation,
         }
+    }
+
+    /// Number of elements of a head that rotate.
+    pub(crate) fn rotated(&self) -> usize {
+        self.rotary_dim.unwrap_or(self.head_dim)
+    }
+
+    /// The context as `config.json` has it: longer if longrope's long factors reach further.
+    pub(crate) fn longest_context(&self) -> usize {
+        match &self.positions {
+            Positions::Rotary { scaling: RotaryScaling::LongRope { longest, .. }, .. } => {
+                self.context_length.max(*longest)
+            }
+            _ => self.context_length,
+        }
+    }
+
+    /// The distinct rotary positions of the layers, of which [`LayerConfig`](crate::LayerConfig) has
+    /// the index.
+    pub(crate) fn rotary_positions(&self) -> impl Iterator<Item = &Positions> {
+        let rotary = std::iter::once(&self.positions).chain(&self.window_positions);
+        rotary.filter(|positions| matches!(positions, Positions::Rotary { .. }))
     }
 
     /// Rows of the joint query, key and value projection.
@@ -448,16 +468,36 @@ mod tests {
                     .with_positions(Positions::Rotary { base: 1e4, scaling: RotaryScaling::None }),
                 ["head_dim", "positions"],
             ),
-            (TransformerConfig::bert(10, 8, 12, 1, 3).with_sliding_window(Some(4)), ["sliding_window", "attention"]),
+            (
+                TransformerConfig { embedding_norm: true, ..TransformerConfig::bert(10, 8, 12, 1, 3) },
+                ["embedding_norm", "post"],
+            ),
+            (
+                TransformerConfig { first_norm: false, ..TransformerConfig::bert(10, 8, 12, 1, 3) },
+                ["first_norm", "pre"],
+            ),
             (base.clone().with_layer_windows(vec![4, 0]), ["layer_windows", "n_layers"]),
             (
                 base.clone().with_layer_windows(vec![4]).with_sliding_window(Some(4)),
                 ["layer_windows", "sliding_window"],
             ),
-            (TransformerConfig::bert(10, 8, 12, 1, 3).with_layer_windows(vec![4]), ["layer_windows", "attention"]),
             (base.clone().with_token_types(2), ["token_types", "attention"]),
             (base.clone().with_norm_placement(NormPlacement::Post), ["residual_scaling", "norm_placement"]),
             (base.clone().with_intents(2), ["intents", "tags"]),
+            (base.clone().with_joint_qk_norm(true), ["joint_qk_norm", "qk_norm"]),
+            (base.clone().with_rotary_dim(Some(2)), ["rotary_dim", "positions"]),
+            (TransformerConfig::llama(10, 8, 12, 1, 3).with_rotary_dim(Some(6)), ["rotary_dim", "head_dim"]),
+            (
+                TransformerConfig::llama(10, 8, 12, 1, 3).with_layers_without_positions(vec![1]),
+                ["layers_without_positions", "n_layers"],
+            ),
+            (
+                TransformerConfig::llama(10, 8, 12, 1, 3).with_window_positions(Some(Positions::None)),
+                ["window_positions", "rotary"],
+            ),
+            (base.clone().with_attention_scale(Some(-1.0)), ["attention_scale", "above 0"]),
+            (base.clone().with_logit_softcap(Some(0.0)), ["logit_softcap", "above 0"]),
+            (base.clone().with_residual_multiplier(f64::NAN), ["residual_multiplier", "above 0"]),
             (base.clone().with_intents(2).with_tags(3), ["tags", "attention"]),
         ];
         for (config, fields) in cases {

@@ -142,13 +142,13 @@ impl ModelFolder {
 enum Source<'a> {
     /// Read on demand.
     Row(TensorRow<'a>),
-    /// All values of transposed tensors, and the index of the next one.
+    /// All values of tensors that are transposed or shifted, and the index of the next one.
     Held(Vec<f32>, usize),
 }
 
 impl<'a> Source<'a> {
     fn of(files: &'a TensorFiles, parts: &'a [Part]) -> Result<Self, WeightsError> {
-        if !parts.iter().any(|part| part.transposed) {
+        if !parts.iter().any(|part| part.transposed || part.offset != 0.0) {
             return Ok(Self::Row(TensorRow::new(files, parts.iter().map(|part| &part.stored))));
         }
         let mut all = Vec::new();
@@ -156,6 +156,7 @@ impl<'a> Source<'a> {
             let begin = all.len();
             all.resize(begin + part.stored.shape.iter().product::<usize>(), 0f32);
             files.read(&part.stored, part.transposed, &mut all[begin..], &mut |_| {})?;
+            all[begin..].iter_mut().for_each(|value| *value += part.offset);
         }
         Ok(Self::Held(all, 0))
     }

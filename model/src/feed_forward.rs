@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use fireclay_kernels::{Activation, Backend, FeedForwardLayer, Norm, feed_forward};
 
 use crate::layer::LayerConfig;
-use crate::linear::Linear;
+use crate::linear::{Linear, scaled};
 use crate::matrix::Matrix;
 use crate::parameters::Initializer;
 use crate::pass::{Pass, Site};
@@ -24,6 +24,7 @@ pub struct FeedForward<B: Backend> {
     pub down_bias: Option<Param<Tensor<B, 1>>>,
     #[module(skip)]
     pub(crate) activation: Activation,
+    residual_multiplier: f64,
 }
 
 impl<B: Backend> FeedForward<B> {
@@ -35,6 +36,7 @@ impl<B: Backend> FeedForward<B> {
             down: Matrix::from(init.matrix([config.d_model, config.d_ff], residual_deviation)).into(),
             down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
             activation: config.activation,
+            residual_multiplier: config.residual_multiplier,
         }
     }
 
@@ -49,12 +51,20 @@ impl<B: Backend> FeedForward<B> {
     ) -> Tensor<B, 2> {
         let [up_bias, down_bias] = [&self.up_bias, &self.down_bias].map(|bias| bias.as_ref().map(Param::val));
         let dropout = pass.dropout(layer, Site::FeedForwardOutput);
-        if self.up.adapter.is_some() || self.down.adapter.is_some() {
+        if self.up.adapter.is_some() || self.down.adapter.is_some() || self.residual_multiplier != 1.0 {
             let hidden = self.up.activated(x.clone(), pre_norm, up_bias, self.activation);
+            let (hidden, down_bias) = scaled(hidden, down_bias, self.residual_multiplier);
             return self.down.add_to(x, hidden, down_bias, dropout);
         }
         let (up, down) = (self.up.base.weight(), self.down.base.weight());
         let weights = FeedForwardLayer { up, up_bias, activation: self.activation, down, down_bias };
         feed_forward(x, pre_norm, weights, dropout)
+    }
+
+    /// The layer's output `[rows, d_model]`, which the caller adds.
+    pub(crate) fn output(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
+        let [up_bias, down_bias] = [&self.up_bias, &self.down_bias].map(|bias| bias.as_ref().map(Param::val));
+        let hidden = self.up.activated(x, pre_norm, up_bias, self.activation);
+        self.down.forward(hidden, None, down_bias)
     }
 }

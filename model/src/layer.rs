@@ -2,7 +2,7 @@
 
 use fireclay_kernels::{Activation, NormKind};
 
-use crate::config::{NormPlacement, TransformerConfig};
+use crate::config::{NormPlacement, Positions, TransformerConfig};
 
 /// The settings of one block, derived from the model's. A [`Block`](crate::Block) depends only on
 /// these, so a family with different layers sets them in [`TransformerConfig::layer`].
@@ -22,12 +22,26 @@ pub struct LayerConfig {
     pub norm: NormKind,
     /// Added to variances and mean squares.
     pub norm_epsilon: f64,
+    /// Whether layer norms have a shift.
+    pub norm_bias: bool,
+    /// Whether attention has a norm.
+    pub attention_norm: bool,
     /// Before or after the sub-layers.
     pub norm_placement: NormPlacement,
-    /// Maximum keys that a query sees, its own included.
+    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either side.
     pub window: Option<usize>,
+    /// Index of its rotary positions among those of the model; `None` for no rotation.
+    pub rotary: Option<usize>,
     /// RMS norm over each head of queries and keys.
     pub qk_norm: bool,
+    /// Whether these norms are over all heads together.
+    pub joint_qk_norm: bool,
+    /// Scale of attention scores.
+    pub attention_scale: f64,
+    /// Soft-capping of attention scores.
+    pub attention_softcap: Option<f64>,
+    /// Factor on what a sub-layer adds to the residual stream.
+    pub residual_multiplier: f64,
     /// Bias on the query, key and value projection.
     pub qkv_bias: bool,
     /// Bias on attention's output projection.
@@ -59,6 +73,9 @@ impl TransformerConfig {
             Some(window) => Some(*window).filter(|window| *window > 0),
             None => self.sliding_window,
         };
+        let rotates = matches!(self.positions, Positions::Rotary { .. });
+        let rotary = (rotates && !self.layers_without_positions.contains(&layer))
+            .then(|| usize::from(window.is_some() && self.window_positions.is_some()));
         LayerConfig {
             d_model: self.d_model,
             n_heads: self.n_heads,
@@ -67,9 +84,16 @@ impl TransformerConfig {
             d_ff: self.d_ff,
             norm: self.norm,
             norm_epsilon: self.norm_epsilon,
+            norm_bias: self.norm_bias,
+            attention_norm: self.first_norm || layer > 0,
             norm_placement: self.norm_placement,
             window,
+            rotary,
             qk_norm: self.qk_norm,
+            joint_qk_norm: self.joint_qk_norm,
+            attention_scale: self.attention_scale.unwrap_or(1.0 / (self.head_dim as f64).sqrt()),
+            attention_softcap: self.attention_softcap,
+            residual_multiplier: self.residual_multiplier,
             qkv_bias: self.qkv_bias,
             output_bias: self.output_bias,
             feed_forward_bias: self.feed_forward_bias,
@@ -81,6 +105,23 @@ impl TransformerConfig {
     /// The settings of all blocks, in order.
     pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
         (0..self.n_layers).map(|layer| self.layer(layer))
+    }
+
+    /// A setting for which a whole decode step has no kernel, if any.
+    pub(crate) fn beyond_whole_steps(&self) -> Option<&'static str> {
+        let settings = [
+            ("a first block without a norm", !self.first_norm),
+            (
+                "rotary positions by layer",
+                self.rotary_positions().count() > 1 || !self.layers_without_positions.is_empty(),
+            ),
+            ("heads of which a part rotates", self.rotated() != self.head_dim),
+            ("norms over all heads together", self.joint_qk_norm),
+            ("another scale of scores", self.attention_scale.is_some()),
+            ("soft-capping", self.attention_softcap.is_some() || self.logit_softcap.is_some()),
+            ("multipliers", [self.embedding_multiplier, self.residual_multiplier, self.logit_divisor] != [1.0; 3]),
+        ];
+        settings.into_iter().find(|(_, is_set)| *is_set).map(|(setting, _)| setting)
     }
 
     /// The distinct windows of the layers.

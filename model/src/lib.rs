@@ -58,6 +58,7 @@ mod merge;
 mod packed_tensors;
 mod parameters;
 mod pass;
+mod presets;
 mod rotary;
 mod stored_tensor;
 mod synced;

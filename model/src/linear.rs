@@ -180,7 +180,20 @@ impl<B: Backend> Adapter<B> {
     }
 }
 
-fn normed<B: Backend>(x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
+/// Operands of a projection whose result is multiplied by `factor`.
+pub(crate) fn scaled<B: Backend>(
+    x: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    factor: f64,
+) -> (Tensor<B, 2>, Option<Tensor<B, 1>>) {
+    if factor == 1.0 {
+        return (x, bias);
+    }
+    (x.mul_scalar(factor), bias.map(|bias| bias.mul_scalar(factor)))
+}
+
+/// `x`, normalized if there is a norm.
+pub(crate) fn normed<B: Backend>(x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
     match pre_norm {
         Some(weights) => norm(x, weights),
         None => x,

@@ -67,12 +67,14 @@ impl<'a, B: Backend> Initializer<'a, B> {
         Param::uninitialized(ParamId::new(), zeros, self.device.clone(), true, dims.into())
     }
 
-    pub(crate) fn norm(&self, width: usize, kind: NormKind, epsilon: f64) -> LayerNorm<B> {
-        LayerNorm { gamma: self.ones(width), beta: (kind == NormKind::LayerNorm).then(|| self.zeros(width)), epsilon }
+    /// A norm, with a shift if it is a layer norm and `bias` is set.
+    pub(crate) fn norm(&self, width: usize, kind: NormKind, bias: bool, epsilon: f64) -> LayerNorm<B> {
+        let beta = (kind == NormKind::LayerNorm && bias).then(|| self.zeros(width));
+        LayerNorm { gamma: self.ones(width), beta, epsilon, kind }
     }
 }
 
-/// The weights of a layer norm, or of an RMS norm if there is no shift.
+/// The weights of a layer or RMS norm.
 #[derive(Module, Debug)]
 pub struct LayerNorm<B: Backend> {
     /// Scale, `[d_model]`.
@@ -80,14 +82,16 @@ pub struct LayerNorm<B: Backend> {
     /// Shift, `[d_model]`.
     pub beta: Option<Param<Tensor<B, 1>>>,
     epsilon: f64,
+    #[module(skip)]
+    kind: NormKind,
 }
 
 impl<B: Backend> LayerNorm<B> {
     /// For the kernels.
     pub fn weights(&self) -> Norm<B> {
-        match &self.beta {
-            Some(beta) => Norm::layer(self.gamma.val(), Some(beta.val()), self.epsilon),
-            None => Norm::rms(self.gamma.val(), self.epsilon),
+        match self.kind {
+            NormKind::LayerNorm => Norm::layer(self.gamma.val(), self.beta.as_ref().map(Param::val), self.epsilon),
+            NormKind::RmsNorm => Norm::rms(self.gamma.val(), self.epsilon),
         }
     }
 }

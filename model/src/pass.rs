@@ -8,7 +8,8 @@ use fireclay_kernels::{AttentionMask, Backend, CachedTokens, Dropout, RandomKey,
 pub(crate) struct Pass<B: Backend> {
     /// Position of each token, `[batch_size, seq_length]`.
     pub(crate) positions: Tensor<B, 2, Int>,
-    pub(crate) rotary: Option<RotaryTable<B>>,
+    /// The rotary tables of the layers.
+    pub(crate) rotary: Vec<RotaryTable<B>>,
     /// Masks and cache positions by window.
     pub(crate) seen: Vec<Seen<B>>,
     /// Probability and key of every dropout, in training.

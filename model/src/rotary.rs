@@ -47,8 +47,14 @@ pub enum RotaryScaling {
     /// LongRoPE (Ding et al., 2024), for sequences up to the original context: each frequency is
     /// divided by its own factor. Longer sequences have other factors.
     LongRope {
-        /// `head_dim / 2` factors.
+        /// A factor for each pair of elements that rotates.
         short_factors: Vec<f64>,
+        /// The factors for longer sequences, which are only written; empty for the same.
+        #[serde(default)]
+        long_factors: Vec<f64>,
+        /// The context with the long factors, which is only written; zero for the model's.
+        #[serde(default)]
+        longest: usize,
         /// Factor on cosines and sines.
         magnitude: f64,
     },
@@ -59,7 +65,7 @@ fn yes() -> bool {
 }
 
 impl RotaryScaling {
-    /// `head_dim / 2` frequencies, in radians per position.
+    /// `head_dim / 2` frequencies, in radians per position; `head_dim` counts the elements that rotate.
     pub(crate) fn frequencies(&self, head_dim: usize, base: f64) -> Vec<f64> {
         let plain = (0..head_dim / 2).map(|pair| base.powf(-2.0 * pair as f64 / head_dim as f64));
         match self {

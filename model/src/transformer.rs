@@ -3,15 +3,16 @@
 use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, Param, ParamId};
+use burn::tensor::activation::log_softmax;
 use burn::tensor::backend::ExecutionError;
-use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded,
     DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey,
-    RotaryTable, SampledRows, Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_log_probs,
-    head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    RotaryTable, SampledRows, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_log_probs,
+    head_logits, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -32,11 +33,11 @@ pub struct Transformer<B: Backend> {
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
     /// Token type embeddings, `[token_types, d_model]`.
     pub token_type_embedding: Option<Param<Tensor<B, 2>>>,
-    /// The norm of the embeddings, with post-norm blocks.
+    /// The norm of the embeddings, with post-norm blocks and ModernBERT's.
     pub embedding_norm: Option<LayerNorm<B>>,
     /// The blocks, in order.
     pub blocks: Vec<Block<B>>,
-    /// The final norm, with pre-norm blocks.
+    /// The final norm, unless blocks end with one.
     pub final_norm: Option<LayerNorm<B>>,
     /// The output projection `[vocab_size, d_model]`, unless it is tied to the embedding.
     pub head: Option<Matrix<B>>,
@@ -46,8 +47,9 @@ pub struct Transformer<B: Backend> {
     config: TransformerConfig,
     /// `0..context_length`, so that a pass need not upload it.
     positions: Tensor<B, 1, Int>,
-    rotary_cos: Option<Tensor<B, 2>>,
-    rotary_sin: Option<Tensor<B, 2>>,
+    /// Cosines of the rotary tables of the layers, and sines.
+    rotary_cos: Vec<Tensor<B, 2>>,
+    rotary_sin: Vec<Tensor<B, 2>>,
     #[module(skip)]
     activations: FloatDType,
     #[module(skip)]
@@ -162,32 +164,33 @@ impl TransformerConfig {
     pub(crate) fn init_with<B: Backend>(&self, init: &mut Initializer<'_, B>) -> Result<Transformer<B>, ConfigError> {
         self.validate()?;
         let device = init.device();
-        let rotary = match &self.positions {
+        let rotary = self.rotary_positions().filter_map(|positions| match positions {
             Positions::Rotary { base, scaling } => {
-                let frequencies = scaling.frequencies(self.head_dim, *base);
+                let frequencies = scaling.frequencies(self.rotated(), *base);
                 Some(RotaryTable::<B>::new(self.context_length, &frequencies, scaling.magnitude(), device))
             }
             Positions::Learned | Positions::None => None,
-        };
+        });
+        let (rotary_cos, rotary_sin) = rotary.map(|table| (table.cos, table.sin)).unzip();
         let mut table = |rows: usize| init.matrix([rows, self.d_model], self.init_deviation);
         let embedding = table(self.vocab_size);
         let position_embedding = (self.positions == Positions::Learned).then(|| table(self.context_length));
         let token_type_embedding = (self.token_types > 0).then(|| table(self.token_types));
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
-        let norm = |init: &Initializer<'_, B>| init.norm(self.d_model, self.norm, self.norm_epsilon);
+        let norm = |init: &Initializer<'_, B>| init.norm(self.d_model, self.norm, self.norm_bias, self.norm_epsilon);
         Ok(Transformer {
             embedding: embedding.into(),
             position_embedding,
             token_type_embedding,
-            embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| norm(init)),
+            embedding_norm: (self.embedding_norm || self.norm_placement == NormPlacement::Post).then(|| norm(init)),
             blocks: self.layers().map(|layer| Block::new(&layer, init)).collect(),
-            final_norm: (self.norm_placement == NormPlacement::Pre).then(|| norm(init)),
+            final_norm: (self.norm_placement != NormPlacement::Post).then(|| norm(init)),
             head: head.map(Matrix::from),
             heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
-            rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),
-            rotary_sin: rotary.map(|table| table.sin),
+            rotary_cos,
+            rotary_sin,
             activations: FloatDType::F32,
             f32_products: F32Products::Exact,
             weights: Weights::new(),
@@ -615,17 +618,17 @@ impl<B: Backend> Transformer<B> {
             return declined("adapters");
         }
         let [window] = config.windows()[..] else { return declined("layers with windows of their own") };
-        let rotary = match (&self.rotary_cos, &self.rotary_sin) {
-            (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
-            _ => None,
-        };
+        if let Some(setting) = config.beyond_whole_steps() {
+            return declined(setting);
+        }
+        let rotary = self.rotary();
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let value = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
         let block = |block: &Block<B>| DecodeBlock {
-            attention_norm: block.attention_norm.weights(),
+            attention_norm: block.attention_norm.as_ref().unwrap_or(&block.feed_forward_norm).weights(),
             qkv: block.attention.qkv.base.weight(),
             qkv_bias: value(&block.attention.qkv_bias),
-            placement: block.attention.placed_by(rotary.clone()),
+            placement: block.attention.placed_by(&rotary),
             output: block.attention.output.base.weight(),
             output_bias: value(&block.attention.output_bias),
             feed_forward_norm: block.feed_forward_norm.weights(),
@@ -674,6 +677,9 @@ impl<B: Backend> Transformer<B> {
         let [batch_size, seq_length] = ids.dims();
         let _in_embedding = part("embedding");
         let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
+        if self.config.embedding_multiplier != 1.0 {
+            x = x.mul_scalar(self.config.embedding_multiplier);
+        }
         if let Some(table) = &self.position_embedding {
             x = embed_add(table.val(), pass.positions.clone(), x);
         }
@@ -700,6 +706,34 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
+    /// The rotary tables of the layers.
+    fn rotary(&self) -> Vec<RotaryTable<B>> {
+        let tables = self.rotary_cos.iter().cloned().zip(self.rotary_sin.iter().cloned());
+        tables.map(|(cos, sin)| RotaryTable { cos, sin }).collect()
+    }
+
+    /// The first and the last key of each token, `[batch_size, seq_length, 2]`: nearer than `window`, and
+    /// within the row's length.
+    fn nearby(
+        &self,
+        window: usize,
+        [batch_size, seq_length]: [usize; 2],
+        lengths: &Option<Tensor<B, 1, Int>>,
+    ) -> Tensor<B, 3, Int> {
+        let shape = [batch_size, seq_length];
+        let reach = i32::try_from(window - 1).unwrap_or(i32::MAX / 2).min(i32::MAX / 2);
+        let own = self.positions.clone().narrow(0, 0, seq_length).reshape([1, seq_length]).expand(shape);
+        let last = own.clone().add_scalar(reach);
+        let last = match lengths {
+            Some(lengths) => {
+                let end = lengths.clone().reshape([batch_size, 1]).sub_scalar(1).expand(shape);
+                last.clone().mask_where(last.greater(end.clone()), end)
+            }
+            None => last,
+        };
+        Tensor::stack(vec![own.sub_scalar(reach), last], 2)
+    }
+
     fn pass(&self, tokens: &Tokens<B>, cached: Option<CachedTokens<B>>) -> Pass<B> {
         let Tokens { ids, lengths, document_starts, .. } = tokens.clone();
         let [batch_size, seq_length] = ids.dims();
@@ -720,18 +754,19 @@ impl<B: Backend> Transformer<B> {
                 AttentionMask::Documents { starts: starts.clone(), window }
             }
             (AttentionDirection::Causal, _, None) => AttentionMask::Causal { window },
-            (AttentionDirection::Bidirectional, Some(lengths), _) => AttentionMask::Lengths(lengths.clone()),
-            (AttentionDirection::Bidirectional, None, _) => AttentionMask::None,
+            (AttentionDirection::Bidirectional, lengths, _) => match (window, lengths) {
+                (Some(window), lengths) => {
+                    AttentionMask::Ranges(self.nearby(window, [batch_size, seq_length], lengths))
+                }
+                (None, Some(lengths)) => AttentionMask::Lengths(lengths.clone()),
+                (None, None) => AttentionMask::None,
+            },
         };
         let seen =
             |window| Seen { window, mask: mask(window), cached: cached.as_ref().map(|at| at.with_window(window)) };
-        let rotary = match (&self.rotary_cos, &self.rotary_sin) {
-            (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
-            _ => None,
-        };
         Pass {
             positions,
-            rotary,
+            rotary: self.rotary(),
             seen: self.config.windows().into_iter().map(seen).collect(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
             tokens_before: self.tokens_before,
@@ -787,32 +822,55 @@ impl<B: Backend> Transformer<B> {
     /// Logits `[batch_size, seq_length, vocab_size]` of hidden states.
     pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        linear(hidden, self.head_weight(), None)
+        self.capped(linear(self.before_head(hidden), self.head_weight(), None))
+    }
+
+    /// Hidden states as the head takes them.
+    fn before_head<const D: usize>(&self, hidden: Tensor<B, D>) -> Tensor<B, D> {
+        match self.config.logit_divisor {
+            1.0 => hidden,
+            divisor => hidden.div_scalar(divisor),
+        }
+    }
+
+    /// Soft-capped logits, if the config says so.
+    fn capped<const D: usize>(&self, logits: Tensor<B, D>) -> Tensor<B, D> {
+        match self.config.logit_softcap {
+            Some(cap) => logits.div_scalar(cap).tanh().mul_scalar(cap),
+            None => logits,
+        }
     }
 
     /// Logits in f32, `[rows, vocab_size]`, of hidden states `[rows, d_model]` in the dtype of
     /// activations.
     pub fn f32_logits(&self, states: Tensor<B, 2>) -> Tensor<B, 2> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        let ([rows, _], device) = (states.dims(), states.device());
-        // The greedy tokens that come with them are not needed.
-        let greedy = SampledRows::new(&vec![Sampling::greedy().into(); rows], &device);
-        let positions = Tensor::zeros([rows], &device);
-        head_sample_logits(states, self.head_weight(), &greedy, positions, None).1
+        self.capped(head_logits(self.before_head(states), self.head_weight()))
     }
 
     /// Mean cross entropy, `[1]` f32 in nats, of the hidden states' predictions for `targets`
     /// `[batch_size, seq_length]`, without storing all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        head_loss(hidden, self.head_weight(), targets, options)
+        let options = options.with_softcap(self.config.logit_softcap);
+        head_loss(self.before_head(hidden), self.head_weight(), targets, options)
     }
 
     /// The log-probability of each target `[batch_size, seq_length]`, f32 `[batch_size * seq_length]` in nats, from the
     /// hidden states; 0 for ignored ones: see [`head_log_probs`].
     pub fn log_probs(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>) -> Tensor<B, 1> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        head_log_probs(hidden, self.head_weight(), targets, None)
+        if self.config.logit_softcap.is_none() {
+            return head_log_probs(self.before_head(hidden), self.head_weight(), targets, None);
+        }
+        // The operation knows no cap.
+        let ([batch_size, seq_length], known) = (targets.dims(), self.config.vocab_size as i64);
+        let logits = linear(self.before_head(hidden), self.head_weight(), None).cast(DType::F32);
+        let log_probs = log_softmax(self.capped(logits), 2);
+        let ignored = targets.clone().lower_elem(0).bool_or(targets.clone().greater_equal_elem(known));
+        let target = targets.clamp(0, known - 1).reshape([batch_size, seq_length, 1]);
+        let own = log_probs.gather(2, target).reshape([batch_size, seq_length]).mask_fill(ignored, 0.0);
+        own.reshape([batch_size * seq_length])
     }
 
     /// Samples a token for each row, `[rows]`, from the hidden states of the last pass into
@@ -835,7 +893,13 @@ impl<B: Backend> Transformer<B> {
                 predicted.next
             }
             Some(predicted) => draw(predicted.logits, rows, cache.last_positions(), counts),
-            None => head_sample(states, self.head_weight(), rows, cache.last_positions(), counts),
+            None if self.config.logit_softcap.is_some() => {
+                draw(self.f32_logits(states), rows, cache.last_positions(), counts)
+            }
+            None => {
+                let states = self.before_head(states);
+                head_sample(states, self.head_weight(), rows, cache.last_positions(), counts)
+            }
         }
     }
 
@@ -855,7 +919,14 @@ impl<B: Backend> Transformer<B> {
         let Hidden { states, predicted, .. } = hidden.into();
         match predicted {
             Some(Predicted { logits, .. }) => (draw(logits.clone(), rows, cache.last_positions(), counts), logits),
-            None => head_sample_logits(states, self.head_weight(), rows, cache.last_positions(), counts),
+            None if self.config.logit_softcap.is_some() => {
+                let logits = self.f32_logits(states);
+                (draw(logits.clone(), rows, cache.last_positions(), counts), logits)
+            }
+            None => {
+                let states = self.before_head(states);
+                head_sample_logits(states, self.head_weight(), rows, cache.last_positions(), counts)
+            }
         }
     }
 }

@@ -408,8 +408,8 @@ impl ModelFolder {
                     let stored = replaced.unwrap_or_else(|| stored.clone()).with_interleaved(tensor.interleaved);
                     let update = self.update_of(&tensor.name);
                     updated.extend(update.is_some().then(|| tensor.name.clone()));
-                    let part =
-                        Part { name: tensor.name, stored, transposed: tensor.transposed, updated: update.is_some() };
+                    let HubTensor { name, transposed, offset, .. } = tensor;
+                    let part = Part { name, stored, transposed, updated: update.is_some(), offset };
                     parts.entry(tensor.path).or_default().push(part);
                 }
                 Some(problem) => problems.push(problem),
@@ -521,6 +521,8 @@ pub(crate) struct Part {
     pub(crate) transposed: bool,
     /// Whether an adapter changes it.
     pub(crate) updated: bool,
+    /// What is added to its values.
+    pub(crate) offset: f32,
 }
 
 /// A model that is to be read, and where each parameter is stored.
@@ -731,7 +733,7 @@ impl<B: Backend> Reader<'_, B> {
         zero: T,
         device: &B::Device,
     ) -> Result<Tensor<B, 1>, WeightsError> {
-        if parts.iter().any(|part| part.updated) {
+        if parts.iter().any(|part| part.updated || part.offset != 0.0) {
             let values = self.values(parts, shape, 0f32)?.into_iter().map(T::of).collect();
             return Ok(upload::<B, Float>(TensorData::new::<T, _>(values, shape), device)?);
         }
@@ -747,7 +749,7 @@ impl<B: Backend> Reader<'_, B> {
     fn values<T: Stored>(&mut self, parts: &[Part], shape: &[usize], zero: T) -> Result<Vec<T>, WeightsError> {
         let mut values = vec![zero; shape.iter().product()];
         let mut rest = &mut values[..];
-        for Part { name, stored, transposed, .. } in parts {
+        for Part { name, stored, transposed, offset, .. } in parts {
             let (own, behind) = rest.split_at_mut(stored.shape.iter().product());
             let update = self.folder.update_of(name);
             if !matches!(update, Some(ModuleUpdate::Replaced { .. })) {
@@ -761,6 +763,9 @@ impl<B: Backend> Reader<'_, B> {
                 let mut updated: Vec<f32> = own.iter().map(|value| value.value()).collect();
                 update.apply(&mut updated, &shape).map_err(|reason| adapter.wrong(format!("{name} {reason}")))?;
                 own.iter_mut().zip(updated).for_each(|(own, value)| *own = T::of(value));
+            }
+            if *offset != 0.0 {
+                own.iter_mut().for_each(|own| *own = T::of(own.value() + offset));
             }
             rest = behind;
         }
@@ -847,8 +852,15 @@ impl<B: Backend> View for SavedTensor<'_, B> {
         let row = self.own[1..].iter().product::<usize>();
         let rows = self.tensor.rows.clone().unwrap_or(0..self.own[0]);
         let mut bytes = vec![0; self.data_len()];
+        let offset = self.tensor.offset;
         let transposed = self.tensor.transposed.then(|| [self.shape[1], self.shape[0]]);
         f32_chunks(self.value, rows.start * row..rows.end * row, |begin, chunk| match transposed {
+            None if offset != 0.0 => {
+                let value = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+                let out = bytes[4 * begin..][..chunk.len()].chunks_exact_mut(4);
+                out.zip(chunk.chunks_exact(4))
+                    .for_each(|(out, stored)| out.copy_from_slice(&(value(stored) - offset).to_le_bytes()));
+            }
             None => bytes[4 * begin..][..chunk.len()].copy_from_slice(chunk),
             Some([rows, columns]) => {
                 for (at, value) in (begin..).zip(chunk.chunks_exact(4)) {

@@ -27,7 +27,7 @@ use super::signals::{pass_signals_on, signalled, stop_on_signals};
 #[derive(Args)]
 pub(super) struct TrainArgs {
     /// Recipe file, or a built-in recipe [default: stories]: stories, shakespeare-char-cpu,
-    /// shakespeare-char-gpu, gpt2-124m, llama-15m, chat-lora, chat-full, home, intent-slot
+    /// shakespeare-char-gpu, gpt2-124m, llama-15m, masked, chat-lora, chat-full, home, intent-slot
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
@@ -216,6 +216,7 @@ fn train_one(
                 _ if matches!(task, TaskName::Chat | TaskName::Preference) => {
                     eprintln!("\nTry it: fireclay chat --model {}", folder.display())
                 }
+                _ if task == TaskName::Masked => {}
                 true => show_sample(&folder, backend)?,
                 false => eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display()),
             }

@@ -2,7 +2,7 @@
 
 use super::schedule::ScheduleKind;
 use super::schema::Recipe;
-use super::task::TaskName::{Chat, IntentSlot, Language, Preference};
+use super::task::TaskName::{Chat, IntentSlot, Language, Masked, Preference};
 use super::tuning::AdapterKind;
 use crate::failure::Failure;
 
@@ -31,13 +31,15 @@ impl Recipe {
                 (matches!(self.task, Chat | Preference), "conversations (task chat or preference)")
             }
             ("data", "tokenizer") => (
-                matches!(self.task, Language | IntentSlot),
+                matches!(self.task, Language | Masked | IntentSlot),
                 "text or utterances: conversations are tokenized by the tokenizer of the model",
             ),
             ("data", "bpe_size") => (self.data.tokenizer == "bpe", "data.tokenizer=bpe"),
-            ("data", "field" | "corpora" | "documents_apart" | "holdout_by" | "resize_embedding") => {
-                (self.task == Language, "text (task language)")
+            ("data", "documents_apart") => (self.task == Language, "text (task language)"),
+            ("data", "field" | "corpora" | "holdout_by" | "resize_embedding") => {
+                (matches!(self.task, Language | Masked), "text (task language or masked)")
             }
+            ("training", "masked") => (self.task == Masked, "hidden tokens (task masked)"),
             ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
             ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
                 (self.task == IntentSlot, "utterances (task intent-slot)")
@@ -78,6 +80,8 @@ mod tests {
             ("stories", &[("decay_steps", "3")], "training.decay_steps"),
             ("stories", &[("schedule", "constant"), ("min_learning_rate", "0")], "training.min_learning_rate"),
             ("home", &[("field", "story")], "data.field"),
+            ("stories", &[("training.masked", "0.2")], "training.masked has no effect: it needs hidden tokens"),
+            ("masked", &[("documents_apart", "true")], "data.documents_apart"),
             ("chat-full", &[("init", "model"), ("d_model", "8")], "model.d_model"),
         ] {
             let message = refused(recipe, settings);
@@ -97,6 +101,7 @@ mod tests {
             ("stories", &[("tokenizer", "bpe"), ("bpe_size", "300"), ("sample_tokens", "0")]),
             ("stories", &[("schedule", "wsd"), ("decay_steps", "3"), ("min_learning_rate", "0")]),
             ("home", &[("intent_weight", "0.5"), ("pieces", "300"), ("tokenizer", "pieces")]),
+            ("masked", &[("training.masked", "0.2"), ("field", "story"), ("tokenizer", "char")]),
             ("dpo", &[("beta", "0.2"), ("loss", "ipo"), ("rank", "4"), ("packing", "false")]),
             ("chat-full", &[("init", "model"), ("dropout", "0.1")]),
         ] {

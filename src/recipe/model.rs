@@ -27,6 +27,8 @@ impl Recipe {
             Some(other) => return Err(usage(format!("model.family is {other}: it must be a string"))),
         };
         let vocab_size = self.sizes.vocab_size;
+        // Where only some layers have one.
+        let window = shape.0.div_ceil(4);
         let base = match family {
             "gpt2" => TransformerConfig::gpt2(vocab_size, shape.0, shape.1, n_layers, n_heads),
             "llama" => TransformerConfig::llama(vocab_size, shape.0, shape.1, n_layers, n_heads),
@@ -36,9 +38,14 @@ impl Recipe {
                 let head_dim = shape.1 / n_heads;
                 TransformerConfig::qwen3(vocab_size, shape.0, shape.1, n_layers, n_heads, head_dim)
             }
+            "gemma2" => TransformerConfig::gemma2(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
+            "gemma3" => TransformerConfig::gemma3(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
+            "olmo2" => TransformerConfig::olmo2(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "smollm3" => TransformerConfig::smollm3(vocab_size, shape.0, shape.1, n_layers, n_heads),
             "bert" => TransformerConfig::bert(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "modernbert" => TransformerConfig::modernbert(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
             other => {
-                let known = "gpt2, llama, mistral, qwen2, qwen3, bert";
+                let known = "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, bert, modernbert";
                 return Err(usage(format!("model.family '{other}' is unknown; known: {known}")));
             }
         };

@@ -12,8 +12,9 @@ use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
 /// The shipped recipes.
-const SHIPPED: [(&str, &str); 11] = [
+const SHIPPED: [(&str, &str); 12] = [
     ("stories", include_str!("shipped/stories.toml")),
+    ("masked", include_str!("shipped/masked.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
     ("gpt2-124m", include_str!("shipped/gpt2-124m.toml")),

@@ -204,6 +204,8 @@ pub struct TrainingRecipe {
     pub max_grad_norm: f64,
     /// Label smoothing in training.
     pub label_smoothing: f64,
+    /// Share of the tokens that are hidden and predicted, in the task masked.
+    pub masked: f64,
     /// Weight of the intent loss relative to the tag loss.
     pub intent_weight: f64,
     /// Share of words read letter by letter, in training on utterances.
@@ -264,6 +266,7 @@ impl Default for TrainingRecipe {
             weight_decay: 0.1,
             max_grad_norm: 1.0,
             label_smoothing: 0.0,
+            masked: 0.3,
             intent_weight: 1.0,
             split_words: 0.0,
             swap_values: 0.0,
@@ -306,7 +309,10 @@ impl Recipe {
         if self.lora.rank == 0 {
             return Err(Failure::usage("lora.rank must be at least 1"));
         }
-        if training.adapter == AdapterKind::Lora && self.task == TaskName::IntentSlot {
+        if training.masked == 0.0 {
+            return Err(Failure::usage("training.masked is 0: no token would be predicted"));
+        }
+        if training.adapter == AdapterKind::Lora && matches!(self.task, TaskName::IntentSlot | TaskName::Masked) {
             return Err(Failure::usage(
                 "training.adapter is lora: that is for the tasks language, chat and preference",
             ));
@@ -350,6 +356,7 @@ impl Recipe {
             ("training.beta_1", training.beta_1),
             ("training.beta_2", training.beta_2),
             ("training.label_smoothing", training.label_smoothing),
+            ("training.masked", training.masked),
             ("training.split_words", training.split_words),
             ("training.swap_values", training.swap_values),
             ("training.hide_words", training.hide_words),

@@ -14,6 +14,8 @@ pub enum TaskName {
     /// Predict the next token
     #[default]
     Language,
+    /// Predict hidden tokens, for encoders
+    Masked,
     /// Predict the assistant's messages in conversations
     Chat,
     /// Prefer one answer to another (DPO)
@@ -29,6 +31,7 @@ impl TaskName {
             Self::Language | Self::Chat | Self::Preference => {
                 (AttentionDirection::Causal, "a language model must not see the tokens that it predicts")
             }
+            Self::Masked => (AttentionDirection::Bidirectional, "a hidden token depends on what follows it"),
             Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
         }
     }
@@ -38,6 +41,7 @@ impl TaskName {
         match (self, has_data, has_model) {
             (Self::Language, false, false) => "stories",
             (Self::Language, ..) => "shakespeare-char-cpu",
+            (Self::Masked, ..) => "masked",
             (Self::Chat, ..) => "chat-lora",
             (Self::Preference, ..) => "dpo",
             (Self::IntentSlot, false, _) => "home",

@@ -5,6 +5,7 @@ pub mod chat;
 pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
+pub mod masked;
 pub mod preference;
 pub(crate) mod resolve;
 pub mod rewards;
@@ -21,6 +22,7 @@ pub use batch::Batch;
 pub use chat::Chat;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
+pub use masked::Masked;
 pub use preference::Preferences;
 pub use rewards::Rewards;
 pub use scores::{ClassificationReport, Scores};
@@ -35,6 +37,8 @@ use crate::recipe::{ModelSizes, Recipe, TaskName, TrainingRecipe};
 pub enum Task {
     /// Next-token prediction.
     Language(Language),
+    /// Prediction of hidden tokens.
+    Masked(Masked),
     /// Learns what the assistant writes in conversations.
     Chat(Chat),
     /// Learns to prefer one of two answers.
@@ -49,6 +53,9 @@ impl Task {
         match self {
             Self::Language(language) => {
                 ModelSizes { vocab_size: language.tokenizer.vocab_size(), ..ModelSizes::default() }
+            }
+            Self::Masked(masked) => {
+                ModelSizes { vocab_size: masked.language().tokenizer.vocab_size(), ..ModelSizes::default() }
             }
             Self::Chat(chat) => ModelSizes { vocab_size: chat.tokenizer().vocab_size(), ..ModelSizes::default() },
             Self::Preference(task) => ModelSizes { vocab_size: task.tokenizer().vocab_size(), ..ModelSizes::default() },
@@ -65,6 +72,7 @@ impl Task {
         let key = BatchKey::new(training.seed, step);
         match self {
             Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
+            Self::Masked(masked) => Ok(masked.batch(training, key, rows)?.into()),
             Self::Chat(chat) => Ok(chat.batch(key, rows).into()),
             Self::Preference(task) => Ok(task.batch(key, rows).into()),
             Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
@@ -92,6 +100,10 @@ impl Task {
                 let loss = language.validate(model, training.batch_size, tokens, device, collective)?;
                 plain(Validation::of_loss(loss))
             }
+            Self::Masked(masked) => {
+                let loss = masked.validate(model, training, tokens, device, collective)?;
+                plain(Validation::of_loss(loss))
+            }
             Self::Chat(chat) => plain(chat.validate(model, training.batch_size, tokens, device, collective)?),
             Self::Preference(task) => {
                 let reference =
@@ -109,6 +121,7 @@ impl Task {
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
         match self {
             Self::Language(language) => language.save(folder),
+            Self::Masked(masked) => masked.language().save(folder),
             Self::Chat(chat) => chat.save(folder),
             Self::Preference(task) => task.save(folder),
             Self::IntentSlot(task) => task.save(folder),
@@ -122,6 +135,7 @@ impl Task {
     pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::begin(recipe, model, watch).map(Self::Language),
+            TaskName::Masked => Masked::begin(recipe, model, watch).map(Self::Masked),
             TaskName::Chat => Chat::begin(recipe, model).map(Self::Chat),
             TaskName::Preference => Preferences::begin(recipe, model).map(Self::Preference),
             TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
@@ -135,6 +149,7 @@ impl Task {
     pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::resume(recipe, folder, watch).map(Self::Language),
+            TaskName::Masked => Masked::resume(recipe, folder, watch).map(Self::Masked),
             TaskName::Chat => Chat::resume(recipe, folder).map(Self::Chat),
             TaskName::Preference => Preferences::resume(recipe, folder).map(Self::Preference),
             TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
@@ -146,6 +161,7 @@ impl Task {
     pub(crate) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         match self {
             Self::Language(language) => language.rows.as_deref(),
+            Self::Masked(masked) => masked.language().rows.as_deref(),
             Self::Chat(chat) => chat.initial_rows(),
             Self::Preference(task) => task.initial_rows(),
             Self::IntentSlot(_) => None,
@@ -158,7 +174,7 @@ impl Task {
     /// If its labels are damaged.
     pub(crate) fn has_heads_of(&self, folder: &Path) -> Result<bool, Failure> {
         match self {
-            Self::Language(_) | Self::Chat(_) | Self::Preference(_) => Ok(false),
+            Self::Language(_) | Self::Masked(_) | Self::Chat(_) | Self::Preference(_) => Ok(false),
             Self::IntentSlot(task) => task.has_labels_of(folder),
         }
     }
@@ -167,6 +183,7 @@ impl Task {
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         match self {
             Self::Language(language) => language.describe(config, training),
+            Self::Masked(masked) => masked.describe(config, training),
             Self::Chat(chat) => chat.describe(config, training),
             Self::Preference(task) => task.describe(training),
             Self::IntentSlot(task) => task.describe(config, training),
@@ -177,7 +194,7 @@ impl Task {
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
-            Self::Chat(_) | Self::Preference(_) | Self::IntentSlot(_) => None,
+            Self::Masked(_) | Self::Chat(_) | Self::Preference(_) | Self::IntentSlot(_) => None,
         }
     }
 
@@ -220,7 +237,7 @@ impl Task {
         device: &B::Device,
     ) -> Result<Option<ClassificationReport>, Failure> {
         match self {
-            Self::Language(_) | Self::Chat(_) | Self::Preference(_) => Ok(None),
+            Self::Language(_) | Self::Masked(_) | Self::Chat(_) | Self::Preference(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),
         }
     }
@@ -232,6 +249,7 @@ impl Task {
     pub(crate) fn checksum(&self) -> Result<String, Failure> {
         match self {
             Self::Language(language) => Ok(language.tokenizer.sha256()?),
+            Self::Masked(masked) => Ok(masked.language().tokenizer.sha256()?),
             Self::Chat(chat) => chat.checksum(),
             Self::Preference(task) => task.checksum(),
             Self::IntentSlot(task) => task.checksum(),

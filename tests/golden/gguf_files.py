@@ -2,7 +2,7 @@
 """Writes the golden GGUF files in `gguf/` next to this script.
 
     pip install gguf torch transformers safetensors sentencepiece protobuf numpy
-    python3 tests/golden/gguf_files.py            # or: gguf_files.py OUTPUT_FOLDER
+    python3 tests/golden/gguf_files.py            # or: gguf_files.py [--families] [OUTPUT_FOLDER]
 
 Needs no network: models have random weights, tokenizers are trained on the text below.
 
@@ -11,6 +11,7 @@ Needs no network: models have random weights, tokenizers are trained on the text
                            for those that it cannot make NAME.error, the root mean square error of llama.cpp's quantizer (with
                            GGML_BASE naming its libggml-base.so, which npm's node-llama-cpp ships; otherwise they are kept)
     <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
+    families.safetensors   the same for the models of `families()`, which --families makes alone
     models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
     vocab-<name>.gguf      vocabularies without a model
     tokenizers.json        strings, and for each vocabulary the ids that the tokenizer it came from gives them
@@ -32,11 +33,14 @@ from gguf import GGMLQuantizationType as T
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
-    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, MistralConfig, MistralForCausalLM,
-    PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, GraniteConfig,
+    GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, MistralConfig, MistralForCausalLM, Olmo2Config,
+    Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+    Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
 
-OUT = (Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent) / "gguf"
+FOLDERS = [Path(argument) for argument in sys.argv[1:] if argument != "--families"]
+OUT = (FOLDERS[0] if FOLDERS else Path(__file__).resolve().parent) / "gguf"
 VOCAB, CONTEXT = 61, 64
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5)
@@ -97,14 +101,26 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
 
 
-def llama_names(name):
-    """The GGUF name of a tensor of Llama, Mistral, Qwen2 or Qwen3."""
+# The names in which architectures differ from `llama`.
+OWN_NAMES = {
+    "gemma": {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+              "post_feedforward_layernorm": "post_ffw_norm"},
+    "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+}
+# Whose rotary positions turn neighbours.
+INTERLEAVED = ["llama", "granite", "smollm3"]
+
+
+def llama_names(name, arch="llama"):
+    """The GGUF name of a tensor of Llama or a descendant."""
     outer = {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight",
              "model.norm.weight": "output_norm.weight"}
     inner = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
              "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
              "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    inner |= OWN_NAMES.get("gemma" if arch.startswith("gemma") else arch, {})
     if name in outer:
         return outer[name]
     _, _, layer, rest = name.split(".", 3)
@@ -152,10 +168,12 @@ def write(name, arch, model, golden, types=lambda name: T.F16, prepare=lambda wr
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_rope_dimension_count(head_dim)
+        rope = config.rope_parameters
+        rope = rope.get("full_attention", rope)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         writer.add_vocab_size(config.vocab_size)
-        if arch == "qwen3":
+        if arch not in ["llama", "qwen2"]:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
@@ -167,13 +185,16 @@ def write(name, arch, model, golden, types=lambda name: T.F16, prepare=lambda wr
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = value.float().numpy()
-        own = gpt2_names(key) if arch == "gpt2" else llama_names(key)
+        own = gpt2_names(key) if arch == "gpt2" else llama_names(key, arch)
+        # Norms of Gemma with the one that they add.
+        if arch.startswith("gemma") and "norm" in own:
+            values = values + 1
         # Conv1D stores [in, out].
         turned = arch == "gpt2" and ".h." in key and values.ndim == 2
         stored = values.T.copy() if turned else values
         heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
         part = own.split(".")[-2]
-        if arch == "llama" and part in heads:
+        if arch in INTERLEAVED and part in heads:
             stored = interleave(stored, heads[part])
         kind = T.F32 if values.ndim == 1 or "position" in own else types(own)
         raw = gguf.quants.quantize(np.ascontiguousarray(stored), kind)
@@ -181,7 +202,7 @@ def write(name, arch, model, golden, types=lambda name: T.F16, prepare=lambda wr
         # What the file has, in the order of the model.
         if kind != T.F32:
             read = gguf.quants.dequantize(raw, kind)
-            if arch == "llama" and part in heads:
+            if arch in INTERLEAVED and part in heads:
                 n = heads[part]
                 read = read.reshape(n, read.shape[0] // n // 2, 2, -1).swapaxes(1, 2).reshape(read.shape)
             kept[key] = torch.from_numpy((read.T if turned else read).copy())
@@ -230,6 +251,68 @@ def all_models(tokenizer):
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4))
     write("gpt2", "gpt2", draw(gpt2, 6), golden)
     save_file(golden, OUT / "models.safetensors")
+
+
+def families():
+    """Small models of more families, and families.safetensors."""
+    golden = {}
+    base = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=3,
+                num_key_value_heads=1, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, pad_token_id=None,
+                attn_implementation="eager")
+
+    def gemma2_keys(writer):
+        writer.add_sliding_window(5)
+        writer.add_attn_logit_softcapping(1.5)
+        writer.add_final_logit_softcapping(2.5)
+
+    def gemma3_keys(writer):
+        writer.add_sliding_window(5)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+
+    def olmo3_keys(writer):
+        writer.add_sliding_window(5)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+
+    def phi3_keys(writer):
+        writer.add_sliding_window(7)
+        writer.add_rope_scaling_orig_ctx_len(32)
+        writer.add_rope_scaling_attn_factors(1.3)
+
+    def granite_keys(writer):
+        writer.add_attention_scale(0.4)
+        writer.add_embedding_scale(3.0)
+        writer.add_residual_scale(0.5)
+        writer.add_logit_scale(2.0)
+
+    default = lambda theta: {"rope_type": "default", "rope_theta": theta}
+    gemma2 = Gemma2Config(**base, head_dim=6, query_pre_attn_scalar=6, sliding_window=5, attn_logit_softcapping=1.5,
+                          final_logit_softcapping=2.5, rope_parameters=default(1e4))
+    write("gemma2", "gemma2", draw(Gemma2ForCausalLM(gemma2), 21), golden, prepare=gemma2_keys)
+    linear = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": default(1e4)}
+    gemma3 = Gemma3TextConfig(**(base | dict(num_hidden_layers=7)), head_dim=6, query_pre_attn_scalar=6, sliding_window=5,
+                              rope_parameters=linear)
+    write("gemma3", "gemma3", draw(Gemma3ForCausalLM(gemma3), 22), golden, prepare=gemma3_keys)
+    plain = base | dict(tie_word_embeddings=False)
+    olmo2 = Olmo2Config(**plain, rope_parameters=default(5e5))
+    write("olmo2", "olmo2", draw(Olmo2ForCausalLM(olmo2), 23), golden)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+    olmo3 = Olmo3Config(**plain, sliding_window=5, rope_parameters={"full_attention": yarn, "sliding_attention": default(5e5)})
+    write("olmo3", "olmo2", draw(Olmo3ForCausalLM(olmo3), 24), golden, prepare=olmo3_keys)
+    short, long = [1.0, 1.2, 1.5], [2.0, 3.0, 9.0]
+    longrope = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 1.3,
+                "original_max_position_embeddings": 32, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    phi3 = Phi3Config(**plain, sliding_window=7, original_max_position_embeddings=32, rope_parameters=longrope)
+    factors = [("rope_factors_long.weight", np.array(long, np.float32)), ("rope_factors_short.weight", np.array(short, np.float32))]
+    write("phi3", "phi3", draw(Phi3ForCausalLM(phi3), 25), golden, prepare=phi3_keys, extra=factors)
+    granite = GraniteConfig(**plain, attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.5,
+                            logits_scaling=2.0, mlp_bias=True, attention_bias=True, rope_parameters=default(1e4))
+    write("granite", "granite", draw(GraniteForCausalLM(granite), 26), golden, prepare=granite_keys)
+    smollm3 = SmolLM3Config(**base, rope_parameters=default(2e6))
+    write("smollm3", "smollm3", draw(SmolLM3ForCausalLM(smollm3), 27), golden)
+    save_file(golden, OUT / "families.safetensors")
 
 
 # ---------------------------------------------------------------- vocabularies
@@ -411,8 +494,10 @@ def vocabularies():
 
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
-    blocks()
-    written()
-    all_models(vocabularies())
+    if "--families" not in sys.argv:
+        blocks()
+        written()
+        all_models(vocabularies())
+    families()
     for path in sorted(OUT.iterdir()):
         print(f"{path.stat().st_size:>8} {path.name}")

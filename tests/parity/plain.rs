@@ -69,10 +69,11 @@ pub(crate) fn cached_attention<B: Backend>(
     qkv: Tensor<B, 2>,
     heads: PackedHeads,
     placement: Placement<B>,
+    options: AttentionOptions,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 3> {
-    reference::cached_attention(CachedAttention { qkv, heads, placement, at, cache })
+    reference::cached_attention(CachedAttention { qkv, heads, placement, options, at, cache })
 }
 
 pub(crate) fn head_loss<B: Backend>(

@@ -218,6 +218,11 @@ backend_test!(attention_refuses_what_does_not_fit::<B>(device) {
     };
     let good = [2, 4, 5, 8];
     let kv = [2, 2, 6, 8];
+    for cap in [0.0, -1.0, f64::NAN] {
+        let options = options.with_softcap(Some(cap));
+        let capped = || attention(make.float(good), make.float(kv), make.float(kv), &mask(), options);
+        refused("attention", &["softcap"], capped);
+    }
     for key in [[1, 2, 6, 8], [2, 3, 6, 8], [2, 2, 6, 7]] {
         let named = format!("key {key:?}");
         refused("attention", &[&named, "query [2, 4, 5, 8]"], || call(good, key, key, mask()));
@@ -272,7 +277,8 @@ backend_test!(rotary_embeddings_refuse_what_does_not_fit::<B>(device) {
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
     let x = || make.float([2, 4, 5, 8]);
     let qkv = || make.float([2, 5, 64]);
-    refused("rotary", &["cosines [10, 3]", "x [2, 4, 5, 8]"], || rotary(x(), &make.table(10, 3), make.ints([2, 5])));
+    refused("rotary", &["cosines [10, 5]", "x [2, 4, 5, 8]"], || rotary(x(), &make.table(10, 5), make.ints([2, 5])));
+    refused("rotary", &["cosines [10, 3]"], || rotary(make.float([2, 4, 5, 7]), &make.table(10, 3), make.ints([2, 5])));
     refused("qkv_rotary", &["cosines [10, 5]"], || qkv_rotary(qkv(), heads, &make.table(10, 5), make.ints([2, 5])));
     refused("qkv_rotary", &["qkv [2, 5, 60]"], || {
         qkv_rotary(make.float([2, 5, 60]), heads, &make.table(10, 4), make.ints([2, 5]))
@@ -367,11 +373,11 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
     let row = |pages: &[u32], tokens, keys| CachedRow { pages: pages.into(), tokens, keys };
     let at = |rows: &[CachedRow]| CachedTokens::<B>::new(rows.to_vec(), None, &make.0);
-    let op = "cached_attention";
+    let (op, options) = ("cached_attention", AttentionOptions::new(8));
     for tokens in [1, 3] {
         let qkv = || make.float([2 * tokens, 64]);
         let call = |placement, at: CachedTokens<B>, mut cache: LayerCache<B>| {
-            cached_attention(qkv(), heads, placement, &at, &mut cache)
+            cached_attention(qkv(), heads, placement, options, &at, &mut cache)
         };
         let here = || at(&[row(&[0], tokens, 4), row(&[2, 1], tokens, 5)]);
         let other = PackedHeads { n_kv_heads: 1, ..heads };
@@ -389,17 +395,23 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
         refused(op, &["gamma [9]"], || call(normed(8, 9), here(), new(3, 4, heads)));
         let half = Placement { key_norm: None, ..normed(8, 8) };
         refused(op, &["or none"], || call(half, here(), new(3, 4, heads)));
-        let rotated = Placement { rotary: Some(make.table(10, 3)), ..bare() };
-        refused(op, &["cosines [10, 3]"], || call(rotated, here(), new(3, 4, heads)));
+        let rotated = Placement { rotary: Some(make.table(10, 5)), ..bare() };
+        refused(op, &["cosines [10, 5]"], || call(rotated, here(), new(3, 4, heads)));
+        let with = |options| {
+            cached_attention(qkv(), heads, bare(), options, &here(), &mut new(3, 4, heads))
+        };
+        refused(op, &["softcap of Some(0.0)"], || with(options.with_softcap(Some(0.0))));
+        let dropped = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });
+        refused(op, &["dropout"], || with(options.with_dropout(dropped)));
         if let Some(dtype) = make.half() {
             let mut cache = LayerCache::<B>::new(3, 4, heads, CacheDType::Float(FloatDType::from(dtype)), &make.0);
-            refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));
+            refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), options, &here(), &mut cache));
         }
     }
     // Pages that rows write to must be their own; full pages before these may be shared.
     let step = |rows: &[CachedRow]| {
         let tokens = rows.iter().map(|row| row.tokens).sum::<usize>();
-        cached_attention(make.float([tokens, 64]), heads, bare(), &at(rows), &mut new(4, 4, heads))
+        cached_attention(make.float([tokens, 64]), heads, bare(), options, &at(rows), &mut new(4, 4, heads))
     };
     refused(op, &["page 1", "listed twice"], || step(&[row(&[0, 1], 1, 6), row(&[1], 1, 3)]));
     refused(op, &["page 0", "listed twice"], || step(&[row(&[0, 0], 2, 6)]));
@@ -409,7 +421,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     // The check stays valid as rows grow in their pages, and is repeated when pages change.
     let grown = at(&[row(&[0, 1], 1, 4), row(&[2], 1, 2)]);
     let mut cache = new(4, 4, heads);
-    let mut next = |at: &CachedTokens<B>| cached_attention(make.float([2, 64]), heads, bare(), at, &mut cache);
+    let mut next = |at: &CachedTokens<B>| cached_attention(make.float([2, 64]), heads, bare(), options, at, &mut cache);
     next(&grown);
     let grown = grown.next(vec![row(&[0, 1], 1, 5), row(&[2], 1, 3)]);
     next(&grown);
@@ -428,7 +440,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["heads of 12", "multiple of 8"], || bytes(PackedHeads { head_dim: 12, ..heads }));
     let other = PackedHeads { head_dim: 16, ..heads };
     refused(op, &["cache [3, 2, 4, 16]"], || {
-        cached_attention(make.float([1, 64]), heads, bare(), &at(&[row(&[0], 1, 4)]), &mut bytes(other))
+        cached_attention(make.float([1, 64]), heads, bare(), options, &at(&[row(&[0], 1, 4)]), &mut bytes(other))
     });
 });
 

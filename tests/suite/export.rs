@@ -150,7 +150,12 @@ fn a_file_computes_what_its_folder_does_in_every_kind_of_rotary_scaling() {
             original_context_length: 16,
             truncate: true,
         },
-        RotaryScaling::LongRope { short_factors: vec![1.0, 1.5, 2.0, 4.0], magnitude: 1.1 },
+        RotaryScaling::LongRope {
+            short_factors: vec![1.0, 1.5, 2.0, 4.0],
+            long_factors: vec![1.0, 2.0, 4.0, 8.0],
+            longest: 64,
+            magnitude: 1.1,
+        },
     ];
     let mut seen = Vec::new();
     for scaling in scalings {

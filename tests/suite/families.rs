@@ -2,13 +2,13 @@
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::Backend;
-use fireclay_model::{ModelFolder, NormKind, Positions, Transformer, TransformerConfig};
+use fireclay_model::{ModelFolder, NormKind, NormPlacement, Positions, RotaryScaling, Transformer, TransformerConfig};
 
 use crate::backend_test;
 use crate::compare::{assert_close, tolerance};
 
 /// A small model of every causal family, and custom shapes.
-fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
+pub(crate) fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
     let gpt2 = TransformerConfig::gpt2(50, 24, 32, 2, 4);
     let llama = TransformerConfig::llama(50, 24, 32, 2, 4);
     vec![
@@ -19,6 +19,31 @@ fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
         ("qwen3", TransformerConfig::qwen3(50, 24, 32, 2, 4, 10)),
         ("no positions", gpt2.clone().with_positions(Positions::None)),
         ("llama with windows by layer", llama.clone().with_layer_windows(vec![3, 0])),
+        ("gemma2", {
+            let gemma = TransformerConfig::gemma2(50, 24, 32, 2, 4, 5).with_n_kv_heads(2).with_head_dim(6);
+            gemma.with_attention_softcap(Some(1.5)).with_logit_softcap(Some(2.0)).with_attention_scale(Some(0.3))
+        }),
+        ("gemma3", {
+            let gemma = TransformerConfig::gemma3(50, 24, 32, 2, 4, 5).with_sliding_window(None);
+            gemma.with_n_kv_heads(1).with_layer_windows(vec![3, 0])
+        }),
+        ("olmo2", TransformerConfig::olmo2(50, 24, 32, 2, 4).with_n_kv_heads(2)),
+        ("olmo3", {
+            let window = Positions::Rotary { base: 100.0, scaling: RotaryScaling::None };
+            TransformerConfig::olmo2(50, 24, 32, 2, 4)
+                .with_layer_windows(vec![4, 0])
+                .with_window_positions(Some(window))
+        }),
+        ("smollm3", TransformerConfig::smollm3(50, 24, 32, 2, 4).with_layers_without_positions(vec![1])),
+        ("phi3", llama.clone().with_rotary_dim(Some(6)).with_n_kv_heads(2)),
+        ("granite", {
+            let granite = llama.clone().with_attention_scale(Some(0.6)).with_embedding_multiplier(3.0);
+            granite.with_residual_multiplier(0.4).with_logit_divisor(4.0).with_output_bias(true)
+        }),
+        ("llama with norms around its layers", {
+            let llama = llama.clone().with_norm_placement(NormPlacement::Both).with_feed_forward_bias(true);
+            llama.with_residual_multiplier(0.7).with_norm(NormKind::LayerNorm)
+        }),
         ("llama with layer norms", llama.with_norm(NormKind::LayerNorm).with_sliding_window(Some(3))),
     ]
 }
@@ -98,7 +123,8 @@ backend_test!(a_causal_model_never_looks_ahead::<B>(device) {
 
 backend_test!(a_saved_model_comes_back_the_same::<B>(device) {
     let bert = TransformerConfig::bert(50, 24, 32, 2, 4);
-    for (name, config) in causal_families().into_iter().chain([("bert", bert)]) {
+    let modern = TransformerConfig::modernbert(50, 24, 32, 4, 4, 6);
+    for (name, config) in causal_families().into_iter().chain([("bert", bert), ("modernbert", modern)]) {
         let folder = tempfile::tempdir().expect("a folder");
         let model: Transformer<B> = config.clone().with_init_deviation(0.3).init(5, &device)?;
         let hub = ModelFolder::new(folder.path());

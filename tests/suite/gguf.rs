@@ -599,7 +599,7 @@ fn every_command_takes_a_gguf_file_as_a_model() {
     let output = with_model("predict", &model, &["--text", "x"]);
     assert_refused(&output, 1, &["qwen2.gguf", "not trained on utterances"]);
     let output = with_model("generate", &folder("gguf"), &["--prompt", "x"]);
-    assert_refused(&output, 1, &["there is no config.json, but gpt2.gguf", "instead of its folder"]);
+    assert_refused(&output, 1, &["there is no config.json, but gemma2.gguf", "instead of its folder"]);
     let damaged = data.path().join("damaged.gguf");
     fs::write(&damaged, &fs::read(&model).expect("a file")[..5000]).expect("writable");
     assert_refused(&with_model("generate", &damaged, &["--prompt", "x"]), 1, &["damaged.gguf", "truncated"]);

@@ -57,7 +57,12 @@ impl Golden {
         &self.0.get(name).unwrap_or_else(|| panic!("no golden {name}")).1
     }
 
-    fn int<B: Backend, const D: usize>(&self, name: &str, device: &B::Device) -> Tensor<B, D, Int> {
+    /// How many tensors have names that begin so.
+    pub(crate) fn count(&self, prefix: &str) -> usize {
+        self.0.keys().filter(|key| key.starts_with(prefix)).count()
+    }
+
+    pub(crate) fn int<B: Backend, const D: usize>(&self, name: &str, device: &B::Device) -> Tensor<B, D, Int> {
         let (shape, values) = &self.0[name];
         let values: Vec<i32> = values.iter().map(|value| *value as i32).collect();
         Tensor::from_data(TensorData::new(values, shape.clone()), device)
@@ -69,7 +74,7 @@ impl Golden {
     }
 
     #[track_caller]
-    fn assert_values(&self, name: &str, ours: &[f32], tolerance: Tolerance) {
+    pub(crate) fn assert_values(&self, name: &str, ours: &[f32], tolerance: Tolerance) {
         let (shape, wanted) = self.0.get(name).unwrap_or_else(|| panic!("no golden {name}"));
         let difference = difference(ours, wanted, shape.last().copied().unwrap_or(1), tolerance);
         assert!(difference.is_none(), "{name}: {}", difference.unwrap_or_default());
@@ -79,7 +84,7 @@ impl Golden {
 /// Checks that the largest difference is within f32 rounding; where sums have another order than on
 /// the CPU, Adam may amplify a gradient that is only rounding.
 #[track_caller]
-fn assert_near<B: Backend>(what: &str, ours: &[f32], golden: &[f32], bound: f32, device: &B::Device) {
+pub(crate) fn assert_near<B: Backend>(what: &str, ours: &[f32], golden: &[f32], bound: f32, device: &B::Device) {
     let bound = if B::name(device).contains("cuda") { bound * 200.0 } else { bound };
     let distances = ours.iter().zip(golden).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() });
     let largest = distances.fold(0.0, f32::max);
@@ -197,7 +202,7 @@ backend_test!(scores_of_pairs_match_transformers::<B>(device) {
 });
 
 /// A model with other parameter values, in order: saving it gives gradients the hub's names.
-fn with_values<B: Backend>(model: Transformer<B>, new: Vec<Option<Tensor<B, 1>>>) -> Transformer<B> {
+pub(crate) fn with_values<B: Backend>(model: Transformer<B>, new: Vec<Option<Tensor<B, 1>>>) -> Transformer<B> {
     struct Filler<B: Backend>(std::vec::IntoIter<Option<Tensor<B, 1>>>);
     impl<B: Backend> ModuleMapper<B> for Filler<B> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
@@ -209,7 +214,7 @@ fn with_values<B: Backend>(model: Transformer<B>, new: Vec<Option<Tensor<B, 1>>>
 }
 
 /// A model's parameters under the names of the hub.
-fn by_hub_name<B: Backend>(model: &Transformer<B>) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
+pub(crate) fn by_hub_name<B: Backend>(model: &Transformer<B>) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
     let folder = tempfile::tempdir().expect("a folder");
     ModelFolder::new(folder.path()).save(model).expect("a writable folder");
     read(&folder.path().join("model.safetensors"))

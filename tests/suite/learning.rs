@@ -56,6 +56,40 @@ backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(d
     assert!(last < 0.01, "learnt by heart after 200 steps: {last}");
 });
 
+backend_test!(an_encoder_learns_to_predict_hidden_letters_from_both_sides::<B>(device) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("text.txt");
+    std::fs::write(&file, "The kiln's clay is fired at 1250 degrees; bricks, pots and tiles. ".repeat(60)).expect("writable");
+    let settings = [
+        ("data.source", file.to_str().expect("a path")),
+        ("data.tokenizer", "char"),
+        ("d_model", "32"),
+        ("n_layers", "3"),
+        ("seq_length", "24"),
+        ("batch_size", "8"),
+        ("warmup_steps", "10"),
+        ("steps", "200"),
+        ("learning_rate", "1e-2"),
+        ("training.masked", "0.2"),
+    ];
+    let recipe = Recipe::shipped("masked").expect("a shipped recipe");
+    let recipe = settings.iter().fold(recipe, |recipe, (key, value)| recipe.with(key, value).expect("a known setting"));
+    let task = recipe.task()?;
+    assert!(matches!(task, Task::Masked(_)));
+    let mut trainer = Trainer::<B>::new(&recipe, task, device)?;
+    // 24 tokens give a local attention of 6.
+    assert_eq!(trainer.model().config().layer_windows, [0, 4, 4]);
+    let mut losses = Vec::new();
+    for _ in 0..200 {
+        losses.push(trainer.train_step().expect("in memory"));
+    }
+    let losses: Vec<f64> = read_steps(&losses)?.iter().map(|(loss, _)| *loss).collect();
+    let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+    let (first, last) = (mean(&losses[..5]), mean(&losses[190..]));
+    assert!(first > 2.5, "nothing is known at first: {first}");
+    assert!(last < 0.5 * first, "what is hidden follows from what is not: {first}, then {last}");
+});
+
 backend_test!(accumulated_gradients_equal_those_of_the_large_batch::<B>(device) {
     // A large epsilon makes a step proportional to its gradient: Adam's own amplifies rounding to
     // full steps.

@@ -21,6 +21,7 @@ mod gguf;
 mod golden;
 mod gradients;
 mod hub;
+mod hub_families;
 mod learning;
 #[cfg(feature = "mutation")]
 #[path = "../parity/mutation.rs"]

@@ -13,6 +13,7 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{Int, Tensor};
 
 use crate::backend_test;
+use crate::families::causal_families;
 
 const VOCABULARY: usize = 90;
 const ROOMY: SchedulerOptions = SchedulerOptions { rows: 8, step_tokens: 48, cache_tokens: 40 * 64 };
@@ -144,6 +145,22 @@ backend_test!(texts_are_the_same_where_the_cache_is_far_too_small::<B>(device) {
     let (outputs, preemptions) = together(&model, &requests, tight, &device)?;
     assert!(preemptions > 0, "some have to give way");
     assert_eq!(outputs, wanted);
+});
+
+backend_test!(outputs_of_every_kind_of_layer_are_the_same_alone_batched_and_preempted::<B>(device) {
+    // Where each launch is slow, those that have most settings.
+    let is_worth_it = |name: &str| B::is_synchronous() || ["gemma2", "phi3"].contains(&name);
+    for (name, config) in causal_families().into_iter().filter(|(name, _)| is_worth_it(name)) {
+        let config = TransformerConfig { vocab_size: VOCABULARY, context_length: 320, ..config };
+        let model: Transformer<B> = config.with_init_deviation(0.3).init(3, &device)?;
+        let longer = |request| Request { max_tokens: 60, stop_tokens: Vec::new(), ..request };
+        let requests: Vec<Request> = requests(7).into_iter().map(longer).collect();
+        let wanted = requests.iter().map(|request| alone(&model, request, &device)).collect::<Result<Vec<_>, _>>()?;
+        let tight = SchedulerOptions { cache_tokens: 5 * 64, ..ROOMY };
+        let (outputs, preemptions) = together(&model, &requests, tight, &device)?;
+        assert!(preemptions > 0, "{name}: none was preempted");
+        assert_eq!(outputs, wanted, "{name}");
+    }
 });
 
 backend_test!(texts_that_wait_for_pages_wait_for_those_that_tokens_need::<B>(device) {

@@ -238,6 +238,12 @@ impl<B: Backend> Transformer<B> {
                 if !ends_in(module, name) {
                     continue;
                 }
+                if tensor.offset != 0.0 {
+                    return Err(format!(
+                        "{} is stored less one: it cannot be trained whole with an adapter",
+                        tensor.name
+                    ));
+                }
                 if tensor.rows.is_some() || tensor.transposed {
                     return Err(format!(
                         "{} is a part of {}: it cannot be trained whole with an adapter",

@@ -55,6 +55,16 @@ const REFUSED: [(&str, f64); 34] = [
     ("wkv.head_size", 0.0),
 ];
 
+/// Those of [`REFUSED`] that an architecture uses.
+fn used(architecture: Architecture) -> &'static [&'static str] {
+    match architecture {
+        Architecture::Gemma2 => &["attn_logit_softcapping", "final_logit_softcapping"],
+        Architecture::Gemma3 => &["final_logit_softcapping"],
+        Architecture::Granite => &["embedding_scale", "logit_scale", "residual_scale"],
+        _ => &[],
+    }
+}
+
 /// Keys that are used, and keys that change nothing.
 const KNOWN: &[&str] = &[
     "attention.causal",
@@ -74,6 +84,7 @@ const KNOWN: &[&str] = &[
     "rope.dimension_count",
     "rope.dimension_sections",
     "rope.freq_base",
+    "rope.freq_base_swa",
     "rope.scale_linear",
     "rope.scaling.attn_factor",
     "rope.scaling.factor",
@@ -150,6 +161,9 @@ impl Keys<'_> {
             return Err(ConfigError(format!("general.type is '{kind}': the file is not a model")));
         }
         for (name, harmless) in REFUSED {
+            if used(self.architecture).contains(&name) {
+                continue;
+            }
             let key = self.key(name);
             let value = match self.metadata.flag(&key) {
                 Ok(flag) => flag.map(|flag| f64::from(u8::from(flag))),
@@ -177,7 +191,8 @@ impl Keys<'_> {
         let context_length = self.needed("context_length")?;
         let (layers, d_ff) = (self.needed("block_count")?, self.needed("feed_forward_length")?);
         // A damaged count would otherwise allocate blocks that the file does not have.
-        let last = format!("blk.{}.attn_norm.weight", layers.saturating_sub(1));
+        let norm = if self.architecture == Architecture::Olmo2 { "post_attention_norm" } else { "attn_norm" };
+        let last = format!("blk.{}.{norm}.weight", layers.saturating_sub(1));
         if layers > 0 && !has(&last) {
             return self.refused("block_count", &format!("but there is no {last}"));
         }
@@ -193,6 +208,22 @@ impl Keys<'_> {
                 "n_layer": layers, "n_head": n_heads, "n_inner": d_ff, "layer_norm_epsilon": epsilon,
                 "tie_word_embeddings": tied,
             }));
+        }
+        if let Some(own) = self.descendant(context_length, d_model, n_heads, head_dim)? {
+            let rotary = self.rotary(context_length, self.rotated(head_dim)?, factors)?;
+            let bias = |name: &str| has(&format!("blk.0.{name}.bias"));
+            let mut config = json!({
+                "vocab_size": vocab_size, "max_position_embeddings": context_length, "hidden_size": d_model,
+                "num_hidden_layers": layers, "num_attention_heads": n_heads,
+                "num_key_value_heads": self.size("attention.head_count_kv")?.unwrap_or(n_heads), "head_dim": head_dim,
+                "intermediate_size": d_ff, "rms_norm_eps": self.epsilon("attention.layer_norm_rms_epsilon")?,
+                "rope_theta": self.number("rope.freq_base")?.unwrap_or(10_000.0), "rope_scaling": rotary,
+                "tie_word_embeddings": tied, "attention_bias": bias("attn_q"), "mlp_bias": bias("ffn_down"),
+            });
+            for (key, value) in own.as_object().into_iter().flatten() {
+                config[key] = value.clone();
+            }
+            return Ok(config);
         }
         let window = self.size("attention.sliding_window")?.filter(|window| *window > 0);
         if window.is_some() && self.metadata.has(&self.key("attention.sliding_window_pattern")) {
@@ -223,24 +254,105 @@ impl Keys<'_> {
         }))
     }
 
+    /// What `config.json` says of a descendant of Llama besides Llama's keys; `None` for others.
+    fn descendant(
+        &self,
+        context_length: u32,
+        d_model: u32,
+        n_heads: u32,
+        head_dim: u32,
+    ) -> Result<Option<Value>, ConfigError> {
+        let window = self.size("attention.sliding_window")?.filter(|window| *window > 0);
+        // The scale of scores, if it is given. Gemma's largest models have another by their depth.
+        let scale = self.number("attention.scale")?.filter(|scale| *scale != 0.0);
+        let scalar = |deep: u32| match (scale, self.needed("block_count")? == deep) {
+            (Some(scale), _) => Ok(scale.powi(-2).round()),
+            (None, true) => Ok(f64::from(d_model / n_heads.max(1))),
+            (None, false) => Ok::<f64, ConfigError>(f64::from(head_dim)),
+        };
+        let cap = |name: &str| Ok::<_, ConfigError>(self.number(name)?.filter(|cap| *cap != 0.0));
+        // Layers from one without a window to the next.
+        let pattern = |usual: u32| {
+            let key = self.key("attention.sliding_window_pattern");
+            match self.metadata.has(&key) {
+                true => self.size("attention.sliding_window_pattern").map(|pattern| pattern.unwrap_or(usual)),
+                false => Ok(usual),
+            }
+        };
+        let layers = self.needed("block_count")?.min(1 << 14);
+        let types = |pattern: u32| -> Vec<&str> {
+            let slides = |layer: u32| window.is_some() && (pattern == 0 || layer % pattern < pattern - 1);
+            (0..layers).map(|layer| if slides(layer) { "sliding_attention" } else { "full_attention" }).collect()
+        };
+        Ok(Some(match self.architecture {
+            Architecture::Gemma2 => json!({
+                "model_type": "gemma2", "sliding_window": window.unwrap_or(4096),
+                // Every other layer has a window, beginning with the first.
+                "layer_types": types(pattern(2)?), "query_pre_attn_scalar": scalar(46)?,
+                "attn_logit_softcapping": cap("attn_logit_softcapping")?,
+                "final_logit_softcapping": cap("final_logit_softcapping")?,
+            }),
+            Architecture::Gemma3 => json!({
+                "model_type": "gemma3_text", "sliding_window": window.unwrap_or(4096), "layer_types": types(pattern(6)?),
+                "query_pre_attn_scalar": scalar(62)?, "final_logit_softcapping": cap("final_logit_softcapping")?,
+                "rope_local_base_freq": self.number("rope.freq_base_swa")?.unwrap_or(10_000.0),
+            }),
+            Architecture::Olmo2 => match window {
+                None => json!({ "model_type": "olmo2" }),
+                Some(window) => {
+                    json!({ "model_type": "olmo3", "sliding_window": window, "layer_types": types(pattern(4)?) })
+                }
+            },
+            Architecture::Phi3 => json!({
+                // A window that no sequence outgrows is none.
+                "model_type": "phi3", "sliding_window": window.filter(|window| *window < context_length),
+                "partial_rotary_factor": f64::from(self.rotated(head_dim)?) / f64::from(head_dim.max(1)),
+            }),
+            Architecture::Granite => json!({
+                "model_type": "granite", "attention_multiplier": scale.unwrap_or(1.0 / f64::from(head_dim.max(1)).sqrt()),
+                "embedding_multiplier": self.number("embedding_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),
+                "residual_multiplier": self.number("residual_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),
+                "logits_scaling": self.number("logit_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),
+            }),
+            Architecture::SmolLm3 => match window {
+                None => json!({ "model_type": "smollm3" }),
+                Some(_) => {
+                    return self.refused("attention.sliding_window", "which is not supported in models of smollm3");
+                }
+            },
+            _ => return Ok(None),
+        }))
+    }
+
+    /// Number of elements of a head that rotate.
+    fn rotated(&self, head_dim: u32) -> Result<u32, ConfigError> {
+        match self.architecture {
+            Architecture::Phi3 => Ok(self.size("rope.dimension_count")?.unwrap_or(head_dim)),
+            _ => Ok(head_dim),
+        }
+    }
+
     fn epsilon(&self, name: &str) -> Result<f64, ConfigError> {
         self.number(name)?.ok_or_else(|| ConfigError(format!("{} is missing", self.key(name))))
     }
 
-    /// Width of a head. Rotary positions must apply to all of it.
+    /// Width of a head. Rotary positions must apply to all of it, except in Phi-3.
     fn head_dim(&self, d_model: u32, n_heads: u32) -> Result<u32, ConfigError> {
         let head_dim = self.size("attention.key_length")?.unwrap_or(d_model / n_heads.max(1));
         if self.size("attention.value_length")?.unwrap_or(head_dim) != head_dim {
             return self
                 .refused("attention.value_length", &format!("and keys have {head_dim}, which is not supported"));
         }
-        let rotates = self.architecture != Architecture::Gpt2;
+        let rotates = !matches!(self.architecture, Architecture::Gpt2 | Architecture::Phi3);
         if rotates && self.size("rope.dimension_count")?.unwrap_or(head_dim) != head_dim {
             let why = format!("but partial rotation of heads of {head_dim} is not supported");
             return self.refused("rope.dimension_count", &why);
         }
         let usual = 1.0 / f64::from(head_dim.max(1)).sqrt();
-        if self.number("attention.scale")?.is_some_and(|scale| scale != 0.0 && (scale / usual - 1.0).abs() > 1e-5) {
+        let scales = matches!(self.architecture, Architecture::Gemma2 | Architecture::Gemma3 | Architecture::Granite);
+        if !scales
+            && self.number("attention.scale")?.is_some_and(|scale| scale != 0.0 && (scale / usual - 1.0).abs() > 1e-5)
+        {
             return self.refused("attention.scale", &format!("and only {usual} is supported"));
         }
         Ok(head_dim)
@@ -255,7 +367,15 @@ impl Keys<'_> {
         let original = self.size("rope.scaling.original_context_length")?.unwrap_or(context);
         let attention = self.number("rope.scaling.attn_factor")?.unwrap_or(1.0);
         let attention = attention * self.number("rope.scaling.yarn_attn_factor")?.unwrap_or(1.0);
-        let kind = kind.unwrap_or(if linear.is_some() { "linear" } else { "none" });
+        let each_factor = factors[1].is_some() && self.architecture == Architecture::Phi3;
+        let kind = kind.filter(|kind| !(each_factor && *kind == "none"));
+        let kind = kind.unwrap_or(if linear.is_some() {
+            "linear"
+        } else if each_factor {
+            "longrope"
+        } else {
+            "none"
+        });
         if attention != 1.0 && !matches!(kind, "yarn" | "longrope") {
             return self.refused("rope.scaling.attn_factor", "but is supported with yarn and longrope only");
         }
@@ -266,16 +386,17 @@ impl Keys<'_> {
             }
             found => Ok(found.clone()),
         };
-        let each = |factors: Vec<f64>, magnitude: f64, original: u32| {
+        let each = |short: Vec<f64>, long: Option<Vec<f64>>, magnitude: f64, original: u32| {
+            let long = long.unwrap_or_else(|| short.clone());
             json!({
-                "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": magnitude,
+                "rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": magnitude,
                 "original_max_position_embeddings": original,
             })
         };
         match (kind, listed(0)?) {
             ("none" | "linear", Some(factors)) => {
                 let scale = if kind == "linear" { factor } else { 1.0 };
-                Ok(each(factors.into_iter().map(|own| own * scale).collect(), 1.0, context))
+                Ok(each(factors.into_iter().map(|own| own * scale).collect(), None, 1.0, context))
             }
             ("none", None) => Ok(Value::Null),
             ("linear", None) if factor == 1.0 => Ok(Value::Null),
@@ -293,7 +414,7 @@ impl Keys<'_> {
                 }))
             }
             ("longrope", None) => match listed(1)? {
-                Some(short) => Ok(each(short, attention, original)),
+                Some(short) => Ok(each(short, listed(2)?, attention, original)),
                 None => Err(ConfigError(format!("{} is missing, whose factors longrope needs", FACTORS[1]))),
             },
             ("yarn" | "longrope", Some(_)) => {

@@ -33,19 +33,30 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         Family::Llama | Family::Mistral => Architecture::Llama,
         Family::Qwen2 => Architecture::Qwen2,
         Family::Qwen3 => Architecture::Qwen3,
-        Family::Bert | Family::Fireclay => {
+        Family::Gemma2 => Architecture::Gemma2,
+        Family::Gemma3 => Architecture::Gemma3,
+        Family::Olmo2 | Family::Olmo3 => Architecture::Olmo2,
+        Family::Phi3 => Architecture::Phi3,
+        Family::Granite => Architecture::Granite,
+        Family::SmolLm3 => Architecture::SmolLm3,
+        Family::Bert | Family::ModernBert | Family::Fireclay => {
             return Err(ConfigError(format!(
-                "model_type is '{}'; export supports gpt2, llama, mistral, qwen2 and qwen3",
+                "model_type is '{}'; export supports gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, olmo2, olmo3, phi3, granite and smollm3",
                 family.model_type()
             )));
         }
     };
     let is_gpt2 = architecture == Architecture::Gpt2;
-    let usual = if is_gpt2 { ActivationKind::GeluTanh } else { ActivationKind::Silu };
+    let is_gemma = matches!(architecture, Architecture::Gemma2 | Architecture::Gemma3);
+    let usual = if is_gpt2 || is_gemma { ActivationKind::GeluTanh } else { ActivationKind::Silu };
     if c.activation != usual {
         return cannot(format!("activation is {:?}", c.activation));
     }
-    if architecture == Architecture::Qwen3 && c.qkv_bias {
+    let is_biased = matches!(
+        architecture,
+        Architecture::Gpt2 | Architecture::Llama | Architecture::Qwen2 | Architecture::Granite | Architecture::SmolLm3
+    );
+    if !is_biased && c.qkv_bias {
         return cannot("attention_bias is set");
     }
     if c.intents > 0 || c.tags > 0 {
@@ -55,7 +66,7 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
     let mut keys = Vec::new();
     let mut put = |key: &str, value: GgufValue| keys.push((format!("{name}.{key}"), value));
     let size = |value: usize| GgufValue::Size(u32::try_from(value).unwrap_or(u32::MAX));
-    put("context_length", size(c.context_length));
+    put("context_length", size(c.longest_context()));
     put("embedding_length", size(c.d_model));
     put("block_count", size(c.n_layers));
     put("feed_forward_length", size(c.d_ff));
@@ -70,10 +81,17 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
     };
     put("attention.key_length", size(c.head_dim));
     put("attention.value_length", size(c.head_dim));
-    put("rope.dimension_count", size(c.head_dim));
+    put("rope.dimension_count", size(c.rotated()));
     put("rope.freq_base", GgufValue::Number(*base as f32));
     let window = c.layers().filter_map(|layer| layer.window).min().filter(|window| *window < c.context_length);
-    if let Some(window) = window {
+    let patterned = matches!(architecture, Architecture::Gemma2 | Architecture::Gemma3 | Architecture::Olmo2);
+    if patterned {
+        window_keys(architecture, c, &mut put)?;
+    } else if architecture == Architecture::Phi3 {
+        if let Some(window) = window {
+            put("attention.sliding_window", size(window));
+        }
+    } else if let Some(window) = window {
         if !c.layer_windows.is_empty() || architecture != Architecture::Llama {
             return cannot(format!("attention has a window of {window} tokens in a model of {}", family.model_type()));
         }
@@ -81,6 +99,25 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         notes.push(format!(
             "llama.cpp ignores the sliding window of {window} tokens, and computes something else beyond it"
         ));
+    }
+    if let Some(cap) = c.attention_softcap {
+        put("attn_logit_softcapping", GgufValue::Number(cap as f32));
+    }
+    if let Some(cap) = c.logit_softcap {
+        put("final_logit_softcapping", GgufValue::Number(cap as f32));
+    }
+    if architecture == Architecture::Granite {
+        put("attention.scale", GgufValue::Number(c.layer(0).attention_scale as f32));
+        put("embedding_scale", GgufValue::Number(c.embedding_multiplier as f32));
+        put("residual_scale", GgufValue::Number(c.residual_multiplier as f32));
+        put("logit_scale", GgufValue::Number(c.logit_divisor as f32));
+    } else if c.attention_scale.is_some() {
+        return cannot("query_pre_attn_scalar is not head_dim");
+    }
+    if architecture == Architecture::SmolLm3
+        && c.layers_without_positions.iter().copied().ne((0..c.n_layers).filter(|layer| layer % 4 == 3))
+    {
+        return cannot("no_rope_layers are not every fourth layer");
     }
     let mut scaled = |kind: &str, factor: f64, original: Option<usize>| {
         put("rope.scaling.type", kind.into());
@@ -90,7 +127,7 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         }
     };
     // Only this architecture has factor tensors.
-    let has_factors = architecture == Architecture::Llama;
+    let has_factors = matches!(architecture, Architecture::Llama | Architecture::Phi3);
     match scaling {
         RotaryScaling::None => {}
         RotaryScaling::Linear { factor } => scaled("linear", *factor, None),
@@ -111,15 +148,56 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
                 put("rope.scaling.attn_factor", GgufValue::Number((magnitude / usual) as f32));
             }
         }
-        RotaryScaling::LongRope { short_factors, magnitude } if has_factors => {
+        RotaryScaling::LongRope { short_factors, long_factors, magnitude, .. } if has_factors => {
             scaled("longrope", 1.0, Some(c.context_length));
             put("rope.scaling.attn_factor", GgufValue::Number(*magnitude as f32));
             let short: Vec<f32> = short_factors.iter().map(|factor| *factor as f32).collect();
-            factors.push((FACTORS[1], short.clone()));
-            factors.push((FACTORS[2], short));
+            let long = if long_factors.is_empty() { short_factors } else { long_factors };
+            factors.push((FACTORS[1], short));
+            factors.push((FACTORS[2], long.iter().map(|factor| *factor as f32).collect()));
         }
         RotaryScaling::Llama3 { .. } => return cannot(format!("rope_type is llama3 in a model of {name}")),
         RotaryScaling::LongRope { .. } => return cannot(format!("rope_type is longrope in a model of {name}")),
     }
     Ok(Described { architecture, keys, factors, notes })
+}
+
+/// The keys of windows in some layers, which follow a pattern.
+///
+/// # Errors
+/// If windows or their positions are others than the architecture's.
+fn window_keys(
+    architecture: Architecture,
+    c: &TransformerConfig,
+    put: &mut impl FnMut(&str, GgufValue),
+) -> Result<(), ConfigError> {
+    let windows: Vec<Option<usize>> = c.layers().map(|layer| layer.window).collect();
+    let Some(window) = windows.iter().copied().flatten().max() else {
+        return match architecture {
+            Architecture::Olmo2 => Ok(()),
+            _ => cannot("layer_types has no sliding_attention"),
+        };
+    };
+    let pattern = match architecture {
+        Architecture::Gemma2 => 2,
+        Architecture::Gemma3 => 6,
+        _ => 4,
+    };
+    let usual = |(layer, own): (usize, &Option<usize>)| *own == Some(window).filter(|_| (layer + 1) % pattern != 0);
+    if !windows.iter().enumerate().all(usual) {
+        return cannot(format!("layer_types are not full_attention in every layer of {pattern} alone"));
+    }
+    put("attention.sliding_window", GgufValue::Size(u32::try_from(window).unwrap_or(u32::MAX)));
+    match (&c.positions, &c.window_positions) {
+        (_, None) => Ok(()),
+        (Positions::Rotary { base, .. }, Some(Positions::Rotary { base: local, scaling: RotaryScaling::None })) => {
+            if architecture == Architecture::Gemma3 {
+                put("rope.freq_base_swa", GgufValue::Number(*local as f32));
+                // Programs that do not know the key take this.
+                return if *local == 1e4 { Ok(()) } else { cannot(format!("rope_local_base_freq is {local}")) };
+            }
+            if local == base { Ok(()) } else { cannot("rope_theta differs by layer_types") }
+        }
+        _ => cannot("rope_scaling of sliding_attention is set"),
+    }
 }

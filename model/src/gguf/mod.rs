@@ -54,18 +54,41 @@ pub(crate) enum Architecture {
     Qwen2,
     /// `qwen3`.
     Qwen3,
+    /// `gemma2`. Norms are stored with the one added, as for the others of Gemma.
+    Gemma2,
+    /// `gemma3`.
+    Gemma3,
+    /// `olmo2`: OLMo 3's models, too.
+    Olmo2,
+    /// `phi3`.
+    Phi3,
+    /// `granite`. Rows of queries and keys are interleaved.
+    Granite,
+    /// `smollm3`. Rows of queries and keys are interleaved.
+    SmolLm3,
 }
 
-const ARCHITECTURES: [(Architecture, &str); 4] = [
+const ARCHITECTURES: [(Architecture, &str); 10] = [
     (Architecture::Gpt2, "gpt2"),
     (Architecture::Llama, "llama"),
     (Architecture::Qwen2, "qwen2"),
     (Architecture::Qwen3, "qwen3"),
+    (Architecture::Gemma2, "gemma2"),
+    (Architecture::Gemma3, "gemma3"),
+    (Architecture::Olmo2, "olmo2"),
+    (Architecture::Phi3, "phi3"),
+    (Architecture::Granite, "granite"),
+    (Architecture::SmolLm3, "smollm3"),
 ];
 
 impl Architecture {
     pub(crate) fn name(self) -> &'static str {
         ARCHITECTURES.iter().find(|(known, _)| *known == self).map_or("", |(_, name)| name)
+    }
+
+    /// Whether the rows of each head of queries and keys are interleaved.
+    pub(crate) fn interleaves(self) -> bool {
+        matches!(self, Self::Llama | Self::Granite | Self::SmolLm3)
     }
 
     fn of(metadata: &Metadata) -> Result<Self, ConfigError> {

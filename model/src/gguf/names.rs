@@ -1,7 +1,8 @@
 //! The names of tensors in GGUF files.
 //!
-//! All matrices are `[d_output, d_input]`. `llama` rotates neighbouring elements, so the rows of
-//! each head of queries and keys alternate between the two halves of the hub's order.
+//! All matrices are `[d_output, d_input]`. `llama`, `granite` and `smollm3` rotate neighbouring
+//! elements, so the rows of each head of queries and keys alternate between the two halves of the
+//! hub's order.
 
 use super::Architecture;
 use crate::config::TransformerConfig;
@@ -59,9 +60,10 @@ fn block(
     let at = |name: &str| format!("blk.{layer}.{name}");
     let kind = if field.ends_with("bias") || field.ends_with("beta") { "bias" } else { "weight" };
     let name = match field {
-        "attention.qkv" | "attention.qkv_bias" if architecture != Architecture::Gpt2 => {
+        "feed_forward.up" if architecture == Architecture::Phi3 => "ffn_up",
+        "attention.qkv" | "attention.qkv_bias" if !matches!(architecture, Architecture::Gpt2 | Architecture::Phi3) => {
             let mut parts = split_qkv(config, ["q", "k", "v"].map(|x| at(&format!("attn_{x}.{kind}"))), path);
-            if architecture == Architecture::Llama {
+            if architecture.interleaves() {
                 parts[..2].iter_mut().for_each(|part| part.interleaved = Some(config.head_dim));
             }
             return Some(parts);
@@ -78,6 +80,10 @@ fn block(
         "attention.key_norm.gamma" => "attn_k_norm",
         "feed_forward.up" | "feed_forward.up_bias" => "ffn_up",
         "feed_forward.down" | "feed_forward.down_bias" => "ffn_down",
+        "attention_norm.gamma" if architecture == Architecture::Olmo2 => "post_attention_norm",
+        "feed_forward_norm.gamma" if architecture == Architecture::Olmo2 => "post_ffw_norm",
+        "attention_output_norm.gamma" => "post_attention_norm",
+        "feed_forward_output_norm.gamma" => "post_ffw_norm",
         "attention_norm.gamma" | "attention_norm.beta" => "attn_norm",
         "feed_forward_norm.gamma" | "feed_forward_norm.beta" => "ffn_norm",
         _ => return None,

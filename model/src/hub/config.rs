@@ -4,9 +4,10 @@ use fireclay_kernels::{ActivationKind, NormKind};
 use serde_json::{Map, Value, json};
 
 use super::family::{FAMILIES, Family};
+use super::fields::{Fields, activation_name, write_scaling};
 use super::quantization::Quantization;
+use super::{descendants, modernbert};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
-use crate::rotary::RotaryScaling;
 
 /// The key of `config.json` for settings that the hub's format lacks.
 const OWN: &str = "fireclay";
@@ -44,6 +45,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                 "hidden_act": activation_name(c.activation), "rms_norm_eps": c.norm_epsilon,
                 "attention_dropout": c.dropout,
             });
+            own["max_position_embeddings"] = json!(c.longest_context());
             if let Positions::Rotary { base, scaling } = &c.positions {
                 own["rope_theta"] = json!(base);
                 own["rope_scaling"] = write_scaling(scaling, c.context_length);
@@ -53,7 +55,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                     own["attention_bias"] = json!(c.qkv_bias);
                     own["mlp_bias"] = json!(c.feed_forward_bias);
                 }
-                Family::Mistral => own["sliding_window"] = json!(c.sliding_window),
+                Family::Mistral if c.layer_windows.is_empty() => own["sliding_window"] = json!(c.sliding_window),
                 _ => {
                     let windows: Vec<Option<usize>> = c.layers().map(|layer| layer.window).collect();
                     let window = windows.iter().copied().flatten().max();
@@ -62,8 +64,10 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                         None => "full_attention",
                     };
                     own["sliding_window"] = json!(window);
-                    own["use_sliding_window"] = json!(window.is_some());
-                    own["max_window_layers"] = json!(0);
+                    if family != Family::Mistral {
+                        own["use_sliding_window"] = json!(window.is_some());
+                        own["max_window_layers"] = json!(0);
+                    }
                     own["layer_types"] = json!(windows.iter().map(kind).collect::<Vec<_>>());
                     if family == Family::Qwen3 {
                         own["attention_bias"] = json!(c.qkv_bias);
@@ -73,6 +77,8 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
             own
         }
         Family::Fireclay => json!({}),
+        Family::ModernBert => modernbert::write(c),
+        _ => descendants::write(family, c),
     };
     let mut written = Map::new();
     for part in [shared, own] {
@@ -90,51 +96,6 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
     written
 }
 
-const ACTIVATIONS: [(ActivationKind, &str); 12] = [
-    (ActivationKind::GeluTanh, "gelu_new"),
-    (ActivationKind::GeluTanh, "gelu_pytorch_tanh"),
-    (ActivationKind::GeluTanh, "gelu_fast"),
-    (ActivationKind::GeluTanh, "gelu_accurate"),
-    (ActivationKind::GeluTanh, "gelu_python_tanh"),
-    (ActivationKind::GeluErf, "gelu"),
-    (ActivationKind::GeluErf, "gelu_python"),
-    (ActivationKind::QuickGelu, "quick_gelu"),
-    (ActivationKind::ReluSquared, "relu2"),
-    (ActivationKind::Relu, "relu"),
-    (ActivationKind::Silu, "silu"),
-    (ActivationKind::Silu, "swish"),
-];
-
-fn activation_name(activation: ActivationKind) -> &'static str {
-    ACTIVATIONS.iter().find(|(known, _)| *known == activation).map_or("", |(_, name)| name)
-}
-
-fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
-    match scaling {
-        RotaryScaling::None => Value::Null,
-        RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
-        RotaryScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_context_length } => {
-            json!({
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low_frequency_factor,
-                "high_freq_factor": high_frequency_factor,
-                "original_max_position_embeddings": original_context_length,
-            })
-        }
-        RotaryScaling::Yarn { factor, attention_factor, beta_fast, beta_slow, original_context_length, truncate } => {
-            json!({
-                "rope_type": "yarn", "factor": factor, "attention_factor": attention_factor, "beta_fast": beta_fast,
-                "beta_slow": beta_slow, "original_max_position_embeddings": original_context_length,
-                "truncate": truncate,
-            })
-        }
-        // The short factors are valid up to this length.
-        RotaryScaling::LongRope { short_factors, magnitude } => json!({
-            "rope_type": "longrope", "short_factor": short_factors, "long_factor": short_factors,
-            "attention_factor": magnitude, "original_max_position_embeddings": context_length,
-        }),
-    }
-}
-
 /// Reads a `config.json`.
 ///
 /// # Errors
@@ -142,7 +103,9 @@ fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
 pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), ConfigError> {
     let fields = Fields(config);
     let model_type = fields.text("model_type")?;
-    let family = FAMILIES.iter().find(|(_, name, _)| *name == model_type).map(|(family, ..)| *family);
+    // Mistral with a window in some layers.
+    let known = if model_type == "ministral" { "mistral" } else { model_type };
+    let family = FAMILIES.iter().find(|(_, name, _)| *name == known).map(|(family, ..)| *family);
     let family = family.ok_or_else(|| {
         let known: Vec<&str> = FAMILIES.iter().map(|(_, name, _)| *name).collect();
         ConfigError(format!("model_type is '{model_type}'; known are {}", known.join(", ")))
@@ -153,8 +116,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             return Err(ConfigError(format!("config.json: pruned_heads is {heads}, and is not supported")));
         }
         // Of others, matrices are stored with their rows as columns, or under no names of linear layers.
-        let is_read = matches!(family, Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3);
-        if Quantization::read(config)?.is_some() && !is_read {
+        if Quantization::read(config)?.is_some() && !family.is_llama() {
             return Err(ConfigError(format!(
                 "config.json: quantization_config is not supported in models of {model_type}"
             )));
@@ -207,6 +169,8 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             }
         }
         Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => read_llama(&fields, family)?,
+        Family::ModernBert => modernbert::read(&fields)?,
+        _ => descendants::read(&fields, family)?,
     };
     read.init_deviation = fields.number_or("initializer_range", 0.02)?;
     if let (Some(own), true) = (config.get(OWN), family != Family::Fireclay) {
@@ -262,221 +226,10 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
     })
 }
 
-/// Typed access to a JSON object; errors name the field.
-struct Fields<'a>(&'a Value);
-
-impl Fields<'_> {
-    fn get(&self, name: &str) -> Option<&Value> {
-        self.0.get(name).filter(|value| !value.is_null())
-    }
-
-    fn wrong(name: &str, wanted: &str) -> ConfigError {
-        ConfigError(format!("config.json: {name} is not {wanted}"))
-    }
-
-    fn text(&self, name: &str) -> Result<&str, ConfigError> {
-        let value = self.get(name).ok_or_else(|| ConfigError(format!("config.json: {name} is missing")))?;
-        value.as_str().ok_or_else(|| Self::wrong(name, "a text"))
-    }
-
-    fn optional_size(&self, name: &str) -> Result<Option<usize>, ConfigError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let size = value.as_u64().and_then(|value| usize::try_from(value).ok()).filter(|size| *size <= 1 << 32);
-        size.map(Some).ok_or_else(|| Self::wrong(name, "a size"))
-    }
-
-    fn size(&self, name: &str) -> Result<usize, ConfigError> {
-        self.optional_size(name)?.ok_or_else(|| ConfigError(format!("config.json: {name} is missing")))
-    }
-
-    /// A size with two names, in order of precedence.
-    fn size_by(&self, [name, other]: [&str; 2]) -> Result<usize, ConfigError> {
-        match self.optional_size(name)? {
-            Some(size) => Ok(size),
-            None if self.get(other).is_some() => self.size(other),
-            None => self.size(name),
-        }
-    }
-
-    fn size_or(&self, name: &str, default: usize) -> Result<usize, ConfigError> {
-        Ok(self.optional_size(name)?.unwrap_or(default))
-    }
-
-    fn number_or(&self, name: &str, default: f64) -> Result<f64, ConfigError> {
-        match self.get(name) {
-            Some(value) => value.as_f64().ok_or_else(|| Self::wrong(name, "a number")),
-            None => Ok(default),
-        }
-    }
-
-    /// A list of this many positive numbers.
-    fn numbers(&self, name: &str, count: usize) -> Result<Vec<f64>, ConfigError> {
-        let list = self.get(name).and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-        let numbers: Vec<f64> = list.iter().filter_map(Value::as_f64).filter(|number| *number > 0.0).collect();
-        match numbers.len() == count && list.len() == count {
-            true => Ok(numbers),
-            false => Err(Self::wrong(name, &format!("a list of {count} numbers above 0"))),
-        }
-    }
-
-    fn flag_or(&self, name: &str, default: bool) -> Result<bool, ConfigError> {
-        match self.get(name) {
-            Some(value) => value.as_bool().ok_or_else(|| Self::wrong(name, "true or false")),
-            None => Ok(default),
-        }
-    }
-
-    fn activation(&self, name: &str, default: ActivationKind) -> Result<ActivationKind, ConfigError> {
-        let Some(_) = self.get(name) else { return Ok(default) };
-        let text = self.text(name)?;
-        let known = ACTIVATIONS.iter().find(|(_, known)| *known == text).map(|(activation, _)| *activation);
-        known.ok_or_else(|| ConfigError(format!("config.json: {name} '{text}' is not supported")))
-    }
-
-    /// The window of all layers, or else of each.
-    fn windows(&self, family: Family, n_layers: usize) -> Result<(Option<usize>, Vec<usize>), ConfigError> {
-        // The default of transformers; null is no window.
-        let window = match self.0.get("sliding_window") {
-            None => Some(4096),
-            Some(_) => self.optional_size("sliding_window")?,
-        };
-        let window = match family {
-            Family::Mistral => window,
-            Family::Qwen2 | Family::Qwen3 => {
-                window.filter(|_| self.0.get("use_sliding_window") == Some(&Value::Bool(true)))
-            }
-            // Llama has none, whatever the file says.
-            _ => return Ok((None, Vec::new())),
-        };
-        if family != Family::Mistral {
-            self.flag_or("use_sliding_window", false)?;
-        }
-        // In a list of windows it would mean none.
-        if window == Some(0) {
-            return Err(ConfigError("config.json: sliding_window is 0; it must be at least 1".into()));
-        }
-        // The allowed maximum, which is checked later.
-        let n_layers = n_layers.min(1 << 14);
-        let layers: Vec<Option<usize>> = match self.get("layer_types") {
-            Some(types) => {
-                let types = types.as_array().filter(|types| types.len() == n_layers);
-                let types = types.ok_or_else(|| Self::wrong("layer_types", "a list with a type for each layer"))?;
-                let of = |kind: &Value| match (kind.as_str(), window) {
-                    (Some("full_attention"), _) => Ok(None),
-                    (Some("sliding_attention"), Some(_)) => Ok(window),
-                    (Some("sliding_attention"), None) => Err(ConfigError(
-                        "config.json: layer_types has sliding_attention, but there is no sliding_window".into(),
-                    )),
-                    _ => Err(ConfigError(format!("config.json: layer_types has {kind}, which is not supported"))),
-                };
-                types.iter().map(of).collect::<Result<_, _>>()?
-            }
-            None if family == Family::Mistral => vec![window; n_layers],
-            None => {
-                let full = self.size_or("max_window_layers", 28)?;
-                (0..n_layers).map(|layer| window.filter(|_| layer >= full)).collect()
-            }
-        };
-        match layers.windows(2).all(|pair| pair[0] == pair[1]) {
-            true => Ok((layers.first().copied().flatten(), Vec::new())),
-            false => Ok((None, layers.into_iter().map(|window| window.unwrap_or(0)).collect())),
-        }
-    }
-
-    /// Refuses unsupported settings that change the model, unless they have the given neutral
-    /// value.
-    fn refuse(&self, settings: &[(&str, Value)]) -> Result<(), ConfigError> {
-        for (name, allowed) in settings {
-            // 1 is 1.0.
-            let same =
-                |value: &Value| value == allowed || value.as_f64().is_some_and(|value| allowed.as_f64() == Some(value));
-            if let Some(value) = self.get(name).filter(|value| !same(value)) {
-                return Err(ConfigError(format!("config.json: {name} is {value}; only {allowed} is supported")));
-            }
-        }
-        Ok(())
-    }
-
-    /// YaRN's factor on cosines and sines, if it is not the paper's: `attention_factor`, or
-    /// DeepSeek's quotient of two.
-    fn attention_factor(&self, factor: f64) -> Result<Option<f64>, ConfigError> {
-        if self.get("attention_factor").is_some() {
-            return self.number_or("attention_factor", 1.0).map(Some);
-        }
-        let [one, all] = [self.number_or("mscale", 0.0)?, self.number_or("mscale_all_dim", 0.0)?];
-        let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
-        Ok((one != 0.0 && all != 0.0).then(|| magnitude(one) / magnitude(all)))
-    }
-
-    /// Rotary positions and their scaling, from `rope_scaling` or else `rope_parameters`, whose
-    /// base precedes `rope_theta`, as in transformers.
-    fn rotary(&self, context_length: usize, head_dim: usize) -> Result<(Positions, usize), ConfigError> {
-        self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
-        let said =
-            |name: &str| self.get(name).filter(|value| value.as_object().is_none_or(|fields| !fields.is_empty()));
-        let base = self.number_or("rope_theta", 10_000.0)?;
-        let Some(scaling) = said("rope_scaling").or_else(|| said("rope_parameters")) else {
-            return Ok((Positions::Rotary { base, scaling: RotaryScaling::None }, context_length));
-        };
-        let scaling = Fields(scaling);
-        if ["full_attention", "sliding_attention"].iter().any(|layers| scaling.get(layers).is_some()) {
-            return Err(ConfigError(
-                "config.json: rope_parameters of their own for some layers are not supported".into(),
-            ));
-        }
-        scaling.refuse(&[("partial_rotary_factor", json!(1.0))])?;
-        let base = scaling.number_or("rope_theta", base)?;
-        let kind = if scaling.get("rope_type").is_some() { "rope_type" } else { "type" };
-        let kind = if scaling.get(kind).is_some() { scaling.text(kind)? } else { "default" };
-        let factor = scaling.number_or("factor", 1.0)?;
-        let original_context_length = match self.optional_size("original_max_position_embeddings")? {
-            Some(original) => original,
-            None => scaling.size_or("original_max_position_embeddings", context_length)?,
-        };
-        let scaling = match kind {
-            "default" => RotaryScaling::None,
-            // It only scales beyond the context, which no sequence exceeds here.
-            "dynamic" => RotaryScaling::None,
-            "linear" => RotaryScaling::Linear { factor },
-            "llama3" => RotaryScaling::Llama3 {
-                factor,
-                low_frequency_factor: scaling.number_or("low_freq_factor", 1.0)?,
-                high_frequency_factor: scaling.number_or("high_freq_factor", 4.0)?,
-                original_context_length,
-            },
-            "yarn" => RotaryScaling::Yarn {
-                factor,
-                attention_factor: scaling.attention_factor(factor)?,
-                beta_fast: scaling.number_or("beta_fast", 32.0)?,
-                beta_slow: scaling.number_or("beta_slow", 1.0)?,
-                original_context_length,
-                truncate: scaling.flag_or("truncate", true)?,
-            },
-            "longrope" => {
-                let length = original_context_length as f64;
-                let factor = match scaling.get("factor") {
-                    Some(_) => factor,
-                    None => context_length as f64 / length,
-                };
-                let magnitude = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / length.ln()).sqrt() };
-                RotaryScaling::LongRope {
-                    short_factors: scaling.numbers("short_factor", head_dim / 2)?,
-                    magnitude: scaling.number_or("attention_factor", magnitude)?,
-                }
-            }
-            other => return Err(ConfigError(format!("config.json: rotary scaling '{other}' is not supported"))),
-        };
-        let reach = match scaling {
-            RotaryScaling::LongRope { .. } => context_length.min(original_context_length),
-            _ => context_length,
-        };
-        Ok((Positions::Rotary { base, scaling }, reach))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rotary::RotaryScaling;
 
     #[test]
     fn every_family_survives_its_own_config_json() {
@@ -489,18 +242,80 @@ mod tests {
             original_context_length: 16,
             truncate: false,
         };
-        let longrope = RotaryScaling::LongRope { short_factors: vec![1.0, 1.5, 2.0], magnitude: 1.25 };
+        let longrope = RotaryScaling::LongRope {
+            short_factors: vec![1.0, 1.5, 2.0],
+            long_factors: vec![2.0, 3.0, 4.0],
+            longest: 128,
+            magnitude: 1.25,
+        };
         let cases = [
             (llama.clone().with_positions(Positions::Rotary { base: 1e4, scaling: longrope }), Family::Llama),
             (TransformerConfig::gpt2(61, 32, 24, 2, 3).with_dropout(0.1), Family::Gpt2),
             (
-                llama.clone().with_dropout(0.2).with_positions(Positions::Rotary { base: 5e5, scaling: yarn }),
+                llama.clone().with_dropout(0.2).with_positions(Positions::Rotary { base: 5e5, scaling: yarn.clone() }),
                 Family::Llama,
             ),
             (TransformerConfig::mistral(61, 32, 24, 2, 4, 5), Family::Mistral),
             (TransformerConfig::qwen2(61, 32, 24, 2, 4), Family::Qwen2),
             (TransformerConfig::qwen3(61, 32, 24, 2, 4, 8), Family::Qwen3),
+            (
+                TransformerConfig::mistral(61, 32, 24, 2, 4, 5)
+                    .with_sliding_window(None)
+                    .with_layer_windows(vec![5, 0]),
+                Family::Mistral,
+            ),
+            (TransformerConfig::gemma2(61, 32, 24, 3, 4, 5), Family::Gemma2),
+            (
+                TransformerConfig::gemma2(61, 32, 24, 3, 4, 5)
+                    .with_attention_scale(Some(168f64.powf(-0.5)))
+                    .with_attention_softcap(None)
+                    .with_logit_softcap(None),
+                Family::Gemma2,
+            ),
+            (TransformerConfig::gemma3(61, 32, 24, 7, 4, 5).with_n_kv_heads(1), Family::Gemma3),
+            (
+                TransformerConfig::gemma3(61, 32, 24, 2, 4, 5)
+                    .with_positions(Positions::Rotary { base: 1e5, scaling: RotaryScaling::Linear { factor: 8.0 } }),
+                Family::Gemma3,
+            ),
+            (TransformerConfig::olmo2(61, 32, 24, 2, 4), Family::Olmo2),
+            (
+                TransformerConfig::olmo2(61, 32, 24, 4, 4)
+                    .with_layer_windows(vec![5, 5, 5, 0])
+                    .with_positions(Positions::Rotary { base: 5e5, scaling: yarn.clone() })
+                    .with_window_positions(Some(Positions::Rotary { base: 5e5, scaling: RotaryScaling::None })),
+                Family::Olmo3,
+            ),
+            (TransformerConfig::smollm3(61, 32, 24, 5, 4).with_n_kv_heads(2), Family::SmolLm3),
+            (
+                TransformerConfig::smollm3(61, 32, 24, 3, 4)
+                    .with_layers_without_positions(vec![0, 1])
+                    .with_layer_windows(vec![5, 0, 0]),
+                Family::SmolLm3,
+            ),
+            (
+                llama.clone().with_rotary_dim(Some(4)).with_sliding_window(Some(7)).with_positions(Positions::Rotary {
+                    base: 1e4,
+                    scaling: RotaryScaling::LongRope {
+                        short_factors: vec![1.0, 1.5],
+                        long_factors: vec![2.0, 3.0],
+                        longest: 128,
+                        magnitude: 1.25,
+                    },
+                }),
+                Family::Phi3,
+            ),
+            (
+                llama
+                    .clone()
+                    .with_attention_scale(Some(0.015_625))
+                    .with_embedding_multiplier(12.0)
+                    .with_residual_multiplier(0.22)
+                    .with_logit_divisor(8.0),
+                Family::Granite,
+            ),
             (TransformerConfig::bert(61, 32, 24, 2, 3), Family::Bert),
+            (TransformerConfig::modernbert(61, 32, 24, 4, 3, 8), Family::ModernBert),
             (llama.with_norm(NormKind::LayerNorm), Family::Fireclay),
         ];
         for (config, family) in cases {
@@ -529,6 +344,41 @@ mod tests {
         for refused in [message, with(rope).map(|_| ())] {
             let message = refused.expect_err("half of each head").to_string();
             assert!(message.contains("partial_rotary_factor is 0.5"), "{message}");
+        }
+        // Of each new family, what it does not compute.
+        let changed = |config: &TransformerConfig, more: Value| {
+            let mut config = Value::Object(Family::of(config).write(config));
+            more.as_object().expect("fields").iter().for_each(|(key, value)| config[key] = value.clone());
+            read(&config).map(|_| ()).map_err(|error| error.to_string())
+        };
+        let llama = || TransformerConfig::llama(61, 32, 24, 2, 4);
+        let phi3 = llama().with_rotary_dim(Some(4));
+        let granite = llama().with_residual_multiplier(0.5);
+        let [gemma2, gemma3] = [TransformerConfig::gemma2, TransformerConfig::gemma3].map(|of| of(61, 32, 24, 3, 4, 5));
+        let modernbert = TransformerConfig::modernbert(61, 32, 24, 4, 3, 8);
+        let smollm3 = TransformerConfig::smollm3(61, 32, 24, 5, 4);
+        let half = json!({ "full_attention": { "partial_rotary_factor": 0.5 } });
+        for (config, more, named) in [
+            (&gemma2, json!({ "use_bidirectional_attention": true }), "use_bidirectional_attention is true"),
+            (
+                &gemma2,
+                json!({ "layer_types": ["full_attention", "chunked_attention", "full_attention"] }),
+                "chunked_attention",
+            ),
+            (&gemma2, json!({ "sliding_window": 0 }), "sliding_window is 0"),
+            (&gemma3, json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping is 50"),
+            (&gemma3, json!({ "rope_parameters": half }), "partial_rotary_factor is 0.5"),
+            (&granite, json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor is 0.5"),
+            (&granite, json!({ "logits_scaling": 0 }), "logit_divisor (0)"),
+            (&phi3, json!({ "rope_scaling": { "type": "yarn", "factor": 2.0 } }), "longrope only"),
+            (&phi3, json!({ "partial_rotary_factor": 1.5 }), "partial_rotary_factor is 1.5"),
+            (&phi3, json!({ "resid_pdrop": 0.1 }), "resid_pdrop is 0.1"),
+            (&smollm3, json!({ "no_rope_layers": [1, 2, 1, 1, 1] }), "no_rope_layers"),
+            (&modernbert, json!({ "mlp_dropout": 0.1 }), "mlp_dropout is 0.1"),
+            (&modernbert, json!({ "position_embedding_type": "relative" }), "position_embedding_type"),
+        ] {
+            let message = changed(config, more).expect_err(named);
+            assert!(message.contains(named), "{message}");
         }
         let message = read(&json!({ "model_type": "gpt2", "n_embd": "x" })).expect_err("wrong type").to_string();
         assert!(message.contains("n_embd"), "{message}");

@@ -120,6 +120,42 @@ const BERT: &[&str] = &[
     "type_vocab_size",
 ];
 
+const MODERNBERT: &[&str] = &[
+    "attention_bias",
+    "attention_dropout",
+    "classifier_activation",
+    "classifier_bias",
+    "classifier_dropout",
+    "classifier_pooling",
+    "cls_token_id",
+    "decoder_bias",
+    "deterministic_flash_attn",
+    "embedding_dropout",
+    "global_attn_every_n_layers",
+    "global_rope_theta",
+    "hidden_activation",
+    "hidden_size",
+    "initializer_cutoff_factor",
+    "intermediate_size",
+    "layer_norm_eps",
+    "layer_types",
+    "local_attention",
+    "local_rope_theta",
+    "max_position_embeddings",
+    "mlp_bias",
+    "mlp_dropout",
+    "norm_bias",
+    "norm_eps",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "position_embedding_type",
+    "reference_compile",
+    "repad_logits_with_grad",
+    "rope_parameters",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
+];
+
 /// Keys of Llama and its descendants. A family ignores keys of features that it lacks, as in
 /// transformers.
 const LLAMA: &[&str] = &[
@@ -147,6 +183,34 @@ const LLAMA: &[&str] = &[
     "use_mrope",
     "use_sliding_window",
 ];
+
+/// Keys that descendants of Llama add.
+fn own_keys(family: Family) -> &'static [&'static str] {
+    match family {
+        Family::Gemma2 => &[
+            "attn_logit_softcapping",
+            "cache_implementation",
+            "final_logit_softcapping",
+            "hidden_activation",
+            "query_pre_attn_scalar",
+            "use_bidirectional_attention",
+        ],
+        Family::Gemma3 => &[
+            "attn_logit_softcapping",
+            "cache_implementation",
+            "final_logit_softcapping",
+            "hidden_activation",
+            "query_pre_attn_scalar",
+            "rope_local_base_freq",
+            "sliding_window_pattern",
+            "use_bidirectional_attention",
+        ],
+        Family::SmolLm3 => &["no_rope_layer_interval", "no_rope_layers"],
+        Family::Phi3 => &["embd_pdrop", "resid_pdrop"],
+        Family::Granite => &["attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"],
+        _ => &[],
+    }
+}
 
 /// Keys of `rope_scaling` and `rope_parameters`.
 const ROTARY: &[&str] = &[
@@ -176,15 +240,21 @@ pub(crate) fn unknown(family: Family, config: &Value) -> Vec<String> {
     let own = match family {
         Family::Gpt2 => GPT2,
         Family::Bert => BERT,
-        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => LLAMA,
+        Family::ModernBert => MODERNBERT,
         Family::Fireclay => return Vec::new(),
+        _ => LLAMA,
     };
     let keys = config.as_object().into_iter().flat_map(|fields| fields.keys());
-    let known = |key: &&String| key.starts_with('_') || [SHARED, own].iter().any(|keys| keys.contains(&key.as_str()));
+    let known = |key: &&String| {
+        key.starts_with('_') || [SHARED, own, own_keys(family)].iter().any(|keys| keys.contains(&key.as_str()))
+    };
     let outer = keys.filter(|key| !known(key)).cloned();
     let rotary = ["rope_scaling", "rope_parameters"].into_iter().flat_map(|name| {
-        let fields = config[name].as_object().into_iter().flat_map(|fields| fields.keys());
-        fields.filter(|key| !ROTARY.contains(&key.as_str())).map(move |key| format!("{name}.{key}"))
+        let kinds = ["full_attention", "sliding_attention"].map(|kind| (format!("{name}.{kind}"), &config[name][kind]));
+        std::iter::once((name.to_string(), &config[name])).chain(kinds).flat_map(|(name, parameters)| {
+            let keys = parameters.as_object().into_iter().flat_map(|fields| fields.keys());
+            keys.filter(|key| !ROTARY.contains(&key.as_str())).map(move |key| format!("{name}.{key}"))
+        })
     });
     outer.chain(rotary).collect()
 }

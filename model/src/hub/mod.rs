@@ -2,10 +2,13 @@
 
 mod bert;
 mod config;
+mod descendants;
 mod family;
+mod fields;
 mod gpt2;
 mod keys;
 mod llama;
+mod modernbert;
 mod quantization;
 mod tensor;
 
@@ -54,6 +57,7 @@ impl Family {
         let constant = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids"];
         let head = match self {
             Self::Bert => ["pooler.", "bert.pooler.", "cls.", "classifier."].iter().any(|head| name.starts_with(head)),
+            Self::ModernBert => ["head.", "decoder.", "classifier."].iter().any(|head| name.starts_with(head)),
             Self::Fireclay => name.starts_with("heads."),
             _ => {
                 OPTIONAL_PREFIXES.iter().any(|prefix| name.strip_prefix(prefix) == Some("lm_head.weight"))
@@ -68,8 +72,8 @@ impl Family {
     pub fn embedding_name(self) -> Option<&'static str> {
         match self {
             Self::Gpt2 => Some("transformer.wte.weight"),
-            Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3 => Some("model.embed_tokens.weight"),
-            Self::Bert | Self::Fireclay => None,
+            Self::Bert | Self::ModernBert | Self::Fireclay => None,
+            _ => Some("model.embed_tokens.weight"),
         }
     }
 
@@ -92,10 +96,10 @@ impl Family {
             (Self::Gpt2, Some(layer)) => gpt2::block(layer, field, path),
             (Self::Bert, None) => bert::outer(field, path),
             (Self::Bert, Some(layer)) => bert::block(config, layer, field, path),
-            (Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3, None) => llama::outer(field, path),
-            (Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3, Some(layer)) => {
-                llama::block(config, layer, field, path)
-            }
+            (Self::ModernBert, None) => modernbert::outer(field, path),
+            (Self::ModernBert, Some(layer)) => modernbert::block(layer, field, path),
+            (_, None) => llama::outer(self, field, path),
+            (_, Some(layer)) => llama::block(self, config, layer, field, path),
         }
     }
 }

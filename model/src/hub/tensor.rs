@@ -15,6 +15,8 @@ pub(crate) struct HubTensor {
     pub(crate) transposed: bool,
     /// Rows per head, if the rows of its halves are interleaved.
     pub(crate) interleaved: Option<usize>,
+    /// What is added to stored values: one for norms whose weights are stored less one.
+    pub(crate) offset: f32,
 }
 
 /// Prefixes that some checkpoints of a family have.
@@ -22,7 +24,7 @@ pub(crate) const OPTIONAL_PREFIXES: [&str; 3] = ["transformer.", "bert.", "model
 
 /// A tensor for the whole parameter at `path`.
 pub(crate) fn whole(name: String, path: &str) -> HubTensor {
-    HubTensor { name, path: path.into(), rows: None, transposed: false, interleaved: None }
+    HubTensor { name, path: path.into(), rows: None, transposed: false, interleaved: None, offset: 0.0 }
 }
 
 /// Separate tensors for queries, keys and values.

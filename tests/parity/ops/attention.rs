@@ -72,12 +72,45 @@ backend_test!(attention_matches_the_reference::<B>(device) {
             ("positions in a window", AttentionMask::Positions { positions, window: Some(4) }),
             ("lengths", AttentionMask::Lengths(ints(&lengths))),
         ];
+        // Of all kinds, ends out of range and in the wrong order among them.
+        let end = |at: usize| [(at * 7 % (keys + 4)) as i32 - 2, (at * 7 % (keys + 4) + at * 3 % 50) as i32 - 3];
+        let ranges: Vec<i32> = (0..batch_size * queries).flat_map(end).collect();
+        // On other backends than the CPU each mask is compiled for each size.
+        if B::is_synchronous() || queries == 65 {
+            masks.push(("ranges", AttentionMask::Ranges(ints(&ranges).reshape([batch_size, queries, 2]))));
+        }
         masks.extend(documents);
         for (name, mask) in &masks {
             let name = format!("attention {name} {batch_size}x{n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}");
             attention_parity(&name, &inputs, mask, false);
             attention_parity(&format!("{name} strided"), &swapped, mask, false);
             attention_parity(&format!("{name} with dropout"), &inputs, mask, true);
+        }
+    }
+});
+
+backend_test!(capped_scores_and_their_gradients_match_the_reference::<B>(device) {
+    for ([batch_size, n_heads, n_kv_heads, tokens, head_dim], cap, drop) in [
+        ([2, 4, 2, 3, 8], 0.5, false),
+        ([1, 3, 1, 65, 6], 2.0, true),
+        ([1, 2, 2, 130, 64], 5.0, false),
+    ] {
+        let heads = |seed, heads| random::<B, 4>(seed, [batch_size, heads, tokens, head_dim], &device) * 2.0;
+        let inputs = [heads(1, n_heads), heads(2, n_kv_heads), heads(3, n_kv_heads)];
+        let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
+        let options = AttentionOptions::new(head_dim).with_scale(0.9).with_softcap(Some(cap)).with_dropout(dropped);
+        let lengths = Tensor::<Autodiff<B>, 1, Int>::full([batch_size], (tokens - 1) as i64, &device);
+        for mask in [AttentionMask::Causal { window: None }, AttentionMask::Causal { window: Some(2) }, AttentionMask::Lengths(lengths)] {
+            assert_parity_within(
+                tolerance_under_test::<B>(&device).or_zero(),
+                &format!("attention capped at {cap}, {n_heads}/{n_kv_heads}x{tokens}x{head_dim}"),
+                &inputs,
+                |i| attention(i[0].clone(), i[1].clone(), i[2].clone(), &mask, options),
+                |i| {
+                    let output = plain::attention(i[0].clone(), i[1].clone(), i[2].clone(), &mask, options);
+                    output.reshape([batch_size, tokens, n_heads * head_dim])
+                },
+            );
         }
     }
 });

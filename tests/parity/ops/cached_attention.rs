@@ -2,7 +2,8 @@
 
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use fireclay_kernels::{
-    CacheDType, CachedRow, CachedTokens, LayerCache, Norm, PackedHeads, Placement, RotaryTable, cached_attention,
+    AttentionOptions, CacheDType, CachedRow, CachedTokens, LayerCache, Norm, PackedHeads, Placement, RotaryTable,
+    cached_attention,
 };
 
 use crate::backend_test;
@@ -51,6 +52,7 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for (heads, batch_size) in shapes {
             let head_dim = heads.head_dim;
+            let options = AttentionOptions::new(head_dim);
             // Rounding matters more if a score is the sum of two products.
             let tolerance = if head_dim == 2 { tolerance.times(3.0) } else { tolerance };
             let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
@@ -109,8 +111,8 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                             _ => CachedTokens::new(grown, window, &device),
                         };
                         let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                        let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
-                        let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
+                        let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours).cast(DType::F32);
+                        let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, &at, &mut theirs);
                         let b = b.reshape([tokens, heads.n_heads * head_dim]);
                         let what = format!(
                             "{heads:?} {dtype:?}, {own:?} with {other:?}, window {window:?} starts {starts:?}, step {step}"
@@ -118,6 +120,45 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                         assert_close(&what, &a, &b, tolerance);
                         last = Some((which, at));
                     }
+                }
+            }
+        }
+    }
+});
+
+backend_test!(scales_caps_and_partial_rotation_match_the_reference::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for (heads, half, normed) in [
+            (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 10 }, 5, true),
+            (PackedHeads { n_heads: 6, n_kv_heads: 2, head_dim: 24 }, 9, false),
+            (PackedHeads { n_heads: 3, n_kv_heads: 1, head_dim: 16 }, 1, true),
+        ] {
+            let head_dim = heads.head_dim;
+            let frequencies: Vec<f64> = (0..half).map(|at| 0.7f64.powi(at)).collect();
+            let gamma = |seed| normed.then(|| Norm::rms(random::<B, 1>(seed, [head_dim], &device) + 1.5, 1e-6));
+            let rotary = Some(RotaryTable::new(700, &frequencies, 1.3, &device));
+            let placement = Placement { query_norm: gamma(1), key_norm: gamma(2), rotary };
+            let usual = AttentionOptions::new(head_dim);
+            for (options, window) in [
+                (usual, Some(40)),
+                (usual.with_scale(0.07), None),
+                (usual.with_scale(1.1).with_softcap(Some(0.8)), None),
+                (usual.with_softcap(Some(2.0)), Some(3)),
+            ] {
+                let (pages, page_tokens) = (20, 32);
+                let cache = |dtype| LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(dtype), &device);
+                let (mut ours, mut theirs) = (cache(dtype), cache(FloatDType::F32));
+                let mut rows = Growing::new(3, page_tokens, pages);
+                let steps: [&[(usize, usize)]; 3] = [&[(0, 3), (1, 70), (2, 1)], &[(0, 1), (1, 1), (2, 1)], &[(0, 5), (2, 1)]];
+                for (step, which) in steps.into_iter().enumerate() {
+                    let at = CachedTokens::new(rows.grown(which), window, &device);
+                    let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
+                    let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype) * 2.0;
+                    let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours);
+                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, &at, &mut theirs);
+                    let b = b.reshape([tokens, heads.n_heads * head_dim]);
+                    let what = format!("{heads:?}, {half} pairs, {dtype:?}, {options:?}, window {window:?}, step {step}");
+                    assert_close(&what, &a.cast(DType::F32), &b, tolerance.times(2.0));
                 }
             }
         }
@@ -141,7 +182,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
     ];
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for heads in shapes {
-            let head_dim = heads.head_dim;
+            let (head_dim, options) = (heads.head_dim, AttentionOptions::new(heads.head_dim));
             let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
             let placement = Placement {
                 query_norm: Some(Norm::rms(random::<B, 1>(1, [head_dim], &device) + 1.5, 1e-6)),
@@ -160,16 +201,16 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                     let at = CachedTokens::new(vec![row], None, &device);
                     let nothing = || Tensor::<B, 2>::full([page_tokens, heads.width()], f32::NAN, &device);
                     let bare = Placement { query_norm: None, key_norm: None, rotary: None };
-                    cached_attention(nothing().cast(dtype), heads, bare.clone(), &at, &mut ours);
-                    plain::cached_attention(nothing(), heads, bare, &at, &mut theirs);
+                    cached_attention(nothing().cast(dtype), heads, bare.clone(), options, &at, &mut ours);
+                    plain::cached_attention(nothing(), heads, bare, options, &at, &mut theirs);
                 }
                 let mut rows = Growing::new(7, page_tokens, pages);
                 for (step, which) in steps.iter().enumerate() {
                     let at = CachedTokens::new(rows.grown(which), window, &device);
                     let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
                     let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                    let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
-                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
+                    let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours).cast(DType::F32);
+                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, &at, &mut theirs);
                     let b = b.reshape([tokens, heads.n_heads * head_dim]);
                     // Row by row: a small one would be lost among the others.
                     let mut first = 0;
@@ -197,7 +238,7 @@ backend_test!(cached_attention_gives_the_same_bits_whatever_the_pages::<B>(devic
                 let tokens = which.iter().map(|(_, tokens)| tokens).sum();
                 let at = CachedTokens::new(rows.grown(&which), None, &device);
                 let qkv = random::<B, 2>(tokens as u64, [tokens, heads.width()], &device);
-                let output = cached_attention(qkv, heads, bare(), &at, &mut cache);
+                let output = cached_attention(qkv, heads, bare(), AttentionOptions::new(16), &at, &mut cache);
                 output.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<u32>>()
             })
         });
@@ -219,7 +260,7 @@ backend_test!(what_is_no_number_stays_in_its_row_and_is_not_lost::<B>(device) {
                 qkv[bad * heads.width()..][..heads.width()].fill(f32::NAN);
             }
             let qkv = Tensor::from_data(TensorData::new(qkv, [tokens, heads.width()]), &device);
-            let output = values(&cached_attention(qkv, heads, bare(), &CachedTokens::new(rows, None, &device), &mut cache));
+            let output = values(&cached_attention(qkv, heads, bare(), AttentionOptions::new(16), &CachedTokens::new(rows, None, &device), &mut cache));
             output.chunks_exact(64).map(|row| row.iter().all(|value| value.is_finite())).collect::<Vec<bool>>()
         };
         // The third of five tokens; those after it see it, and so does the next decoded token.

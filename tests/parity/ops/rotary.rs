@@ -12,15 +12,17 @@ use crate::harness::{assert_parity, strided};
 use crate::plain;
 
 backend_test!(rotary_matches_the_reference::<B>(device) {
-    for [batch_size, heads, seq_length, head_dim] in [[1, 1, 1, 2], [2, 3, 5, 6], [1, 2, 65, 64]] {
+    for [batch_size, heads, seq_length, head_dim, half] in
+        [[1, 1, 1, 2, 1], [2, 3, 5, 6, 3], [1, 2, 65, 64, 32], [2, 3, 5, 6, 2], [1, 2, 9, 64, 24], [1, 1, 7, 8, 1]]
+    {
         let x = random::<B, 4>(1, [batch_size, heads, seq_length, head_dim], &device);
-        let frequencies: Vec<f64> = (0..head_dim / 2).map(|i| 0.7f64.powi(i as i32)).collect();
+        let frequencies: Vec<f64> = (0..half).map(|i| 0.7f64.powi(i as i32)).collect();
         let positions: Vec<i32> = (0..batch_size * seq_length).map(|at| (at * 7 % 90) as i32).collect();
         let positions =
             Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(positions, [batch_size, seq_length]), &device);
         let table = RotaryTable::<Autodiff<B>>::new(90, &frequencies, 1.1, &device);
         assert_parity(
-            &format!("rotary {batch_size}x{heads}x{seq_length}x{head_dim}"),
+            &format!("rotary {batch_size}x{heads}x{seq_length}x{head_dim}, {half} pairs"),
             &[strided(x)],
             |x| rotary(x[0].clone(), &table, positions.clone()),
             |x| plain::rotary(x[0].clone(), &table, positions.clone()),
@@ -29,13 +31,18 @@ backend_test!(rotary_matches_the_reference::<B>(device) {
 });
 
 backend_test!(qkv_rotary_matches_the_reference::<B>(device) {
-    for [batch_size, seq_length, n_heads, n_kv_heads, head_dim] in
-        [[1, 1, 1, 1, 2], [2, 5, 3, 1, 6], [1, 65, 4, 2, 64], [3, 33, 6, 6, 8]]
-    {
+    for ([batch_size, seq_length, n_heads, n_kv_heads, head_dim], half) in [
+        ([1, 1, 1, 1, 2], 1),
+        ([2, 5, 3, 1, 6], 3),
+        ([1, 65, 4, 2, 64], 32),
+        ([3, 33, 6, 6, 8], 4),
+        ([2, 5, 3, 1, 6], 1),
+        ([1, 33, 4, 2, 64], 24),
+    ] {
         let heads = PackedHeads { n_heads, n_kv_heads, head_dim };
-        let name = format!("qkv_rotary {batch_size}x{seq_length}, {heads:?}");
+        let name = format!("qkv_rotary {batch_size}x{seq_length}, {heads:?}, {half} pairs");
         let qkv = random::<B, 3>(1, [batch_size, seq_length, heads.width()], &device);
-        let frequencies: Vec<f64> = (0..head_dim / 2).map(|i| 0.7f64.powi(i as i32)).collect();
+        let frequencies: Vec<f64> = (0..half).map(|i| 0.7f64.powi(i as i32)).collect();
         let table = RotaryTable::<Autodiff<B>>::new(90, &frequencies, 1.1, &device);
         let positions: Vec<i32> = (0..seq_length).map(|at| (at * 7 % 90) as i32).collect();
         let positions = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(positions, [1, seq_length]), &device);

@@ -95,6 +95,7 @@ fn inner_mask<B: AttentionOps, C: CheckpointStrategy>(mask: AttentionMask<Autodi
         }
         AttentionMask::Lengths(lengths) => AttentionMask::Lengths(inner_int(lengths)),
         AttentionMask::Documents { starts, window } => AttentionMask::Documents { starts: inner_int(starts), window },
+        AttentionMask::Ranges(ranges) => AttentionMask::Ranges(inner_int(ranges)),
     }
 }
 

@@ -35,6 +35,7 @@ enum Visible {
     Positions(Vec<i64>, Option<usize>),
     Lengths(Vec<i64>),
     Documents(Vec<i64>, Option<usize>),
+    Ranges(Vec<i64>),
 }
 
 impl Problem {
@@ -51,6 +52,7 @@ impl Problem {
             AttentionMask::Positions { positions, window } => Visible::Positions(integers(positions), window),
             AttentionMask::Lengths(lengths) => Visible::Lengths(integers(lengths)),
             AttentionMask::Documents { starts, window } => Visible::Documents(integers(starts), window),
+            AttentionMask::Ranges(ranges) => Visible::Ranges(integers(ranges)),
         };
         Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, mask, options }
     }
@@ -84,6 +86,11 @@ impl Problem {
                 let start = clamp_index(starts[batch * self.seq_length + query], query);
                 let seen = last(query as i64, *window);
                 seen.start.max(start)..seen.end
+            }
+            Visible::Ranges(ranges) => {
+                let at = 2 * (batch * self.seq_length + query);
+                let last = ranges[at + 1].clamp(0, self.keys as i64 - 1);
+                ranges[at].clamp(0, last) as usize..last as usize + 1
             }
             Visible::Lengths(lengths) => 0..(lengths[batch].max(1) as usize).min(self.keys),
         }
@@ -204,7 +211,7 @@ pub(crate) fn attention_over(
     heads: PackedHeads,
     [key, value]: [&[f32]; 2],
     keys: usize,
-    window: Option<usize>,
+    (window, options): (Option<usize>, AttentionOptions),
     out: &mut [f32],
 ) {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
@@ -212,7 +219,7 @@ pub(crate) fn attention_over(
     let capacity = key.len() / (n_kv_heads * head_dim);
     assert!(qkv.len() == tokens * heads.width() && tokens <= keys, "{tokens} of {keys} tokens");
     assert!(keys <= capacity && key.len() == value.len(), "{keys} keys of {capacity}");
-    let (mask, options) = (AttentionMask::Causal { window }, AttentionOptions::new(head_dim));
+    let mask = AttentionMask::Causal { window };
     let problem = Problem { keys, ..Problem::packed([1, tokens, heads.width()], heads, &mask, options) };
     let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), tokens, heads);
     let strides = [0, (capacity * head_dim) as isize, head_dim as isize, 1];
@@ -284,6 +291,7 @@ fn softmax(problem: &Problem, batch: usize, query: usize, seen: &Range<usize>, r
             row[to..].fill(0.0);
             let row = &mut row[from..to];
             row.iter_mut().for_each(|x| *x *= scale);
+            problem.options.cap(row);
             let max = max_of(row);
             row.iter_mut().for_each(|x| *x = exp(*x - max));
             let sum = sum_of(row, row, |x, _| x);
@@ -340,7 +348,7 @@ fn gradients_into(
     let output = Values::rows(saved.output);
     let grad_heads = Heads { strides: token_strides(seq_length, n_heads, head_dim), pointer: grad.as_ptr().cast_mut() };
     let log_sum_exp = Values::rows(saved.log_sum_exp);
-    let scale = options.scale as f32;
+    let (scale, softcap) = (options.scale as f32, options.softcap.map(|cap| cap as f32));
 
     problem.for_groups(|batch, kv| {
         let (mut tile, mut d_tile) = (Vec::new(), Vec::new());
@@ -384,9 +392,17 @@ fn gradients_into(
                                     row[outside.clone()].fill(0.0);
                                     d_row[outside].fill(0.0);
                                 }
-                                for (p, d) in row[from..to].iter_mut().zip(&mut d_row[from..to]) {
-                                    *p = exp(*p * scale - sum);
-                                    *d = *p * (*d - delta) * scale;
+                                let row = row[from..to].iter_mut().zip(&mut d_row[from..to]);
+                                match softcap {
+                                    None => row.for_each(|(p, d)| {
+                                        *p = exp(*p * scale - sum);
+                                        *d = *p * (*d - delta) * scale;
+                                    }),
+                                    Some(cap) => row.for_each(|(p, d)| {
+                                        let tanh = (*p * scale / cap).tanh();
+                                        *p = exp(cap * tanh - sum);
+                                        *d = *p * (*d - delta) * scale * (1.0 - tanh * tanh);
+                                    }),
                                 }
                             },
                         );
@@ -408,6 +424,17 @@ fn gradients_into(
             }
         }
     });
+}
+
+impl AttentionOptions {
+    /// Caps a row of scaled scores.
+    #[inline(always)]
+    pub(crate) fn cap(&self, scores: &mut [f32]) {
+        if let Some(cap) = self.softcap {
+            let cap = cap as f32;
+            scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+        }
+    }
 }
 
 /// The first `size` elements of a growing buffer, with arbitrary content.

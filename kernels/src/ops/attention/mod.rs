@@ -56,6 +56,9 @@ pub enum AttentionMask<B: Backend> {
         /// Maximum visible keys of a query.
         window: Option<usize>,
     },
+    /// A range of keys for each query, `[batch_size, seq_length, 2]`: the first and the last.
+    /// Clamped, so that a query sees at least one key: the last to `0..keys`, the first to `0..=last`.
+    Ranges(Tensor<B, 3, Int>),
 }
 
 /// Options of attention.
@@ -63,6 +66,8 @@ pub enum AttentionMask<B: Backend> {
 pub struct AttentionOptions {
     /// Scale of the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f64,
+    /// Soft-capping: scaled scores `s` become `softcap * tanh(s / softcap)` (Gemma 2).
+    pub softcap: Option<f64>,
     /// Dropout on the probabilities.
     pub dropout: Option<Dropout>,
 }
@@ -70,7 +75,24 @@ pub struct AttentionOptions {
 impl AttentionOptions {
     /// No dropout and the usual scale.
     pub fn new(head_dim: usize) -> Self {
-        Self { scale: 1.0 / (head_dim as f64).sqrt(), dropout: None }
+        Self { scale: 1.0 / (head_dim as f64).sqrt(), softcap: None, dropout: None }
+    }
+
+    /// Sets the scale of the scores.
+    pub fn with_scale(self, scale: f64) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// Sets soft-capping of the scores.
+    pub fn with_softcap(self, softcap: Option<f64>) -> Self {
+        Self { softcap, ..self }
+    }
+
+    /// Panics if the cap is not above zero.
+    #[track_caller]
+    pub(crate) fn check(&self, op: &'static str) {
+        let fits = self.softcap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+        assert!(fits, "{op}: a softcap of {:?}, which is not above 0", self.softcap);
     }
 
     /// Sets dropout on the probabilities; a query's mask row is `(batch * n_heads + head) *
@@ -141,6 +163,9 @@ impl<B: Backend> AttentionMask<B> {
             }
             Self::Lengths(lengths) => {
                 part(op, "lengths", lengths).integer().shaped(&[batch_size], x);
+            }
+            Self::Ranges(ranges) => {
+                part(op, "ranges", ranges).integer().shaped(&[batch_size, seq_length, 2], x);
             }
         }
     }
@@ -215,6 +240,7 @@ pub struct AttentionForward<B: Backend> {
 impl<B: Backend> Operands for AttentionForward<B> {
     fn check(&self) {
         check_heads("attention", [&self.query, &self.key, &self.value], &self.mask);
+        self.options.check("attention");
     }
 }
 
@@ -241,6 +267,7 @@ impl<B: Backend> Operands for AttentionBackward<B> {
     fn check(&self) {
         let op = "attention backward";
         let query = check_heads(op, [&self.query, &self.key, &self.value], &self.mask);
+        self.options.check(op);
         self.saved.check(op, &self.grad, &query, self.query.dims());
     }
 }
@@ -261,6 +288,7 @@ pub struct QkvAttentionForward<B: Backend> {
 impl<B: Backend> Operands for QkvAttentionForward<B> {
     fn check(&self) {
         check_packed("qkv_attention", &self.qkv, self.heads, &self.mask);
+        self.options.check("qkv_attention");
     }
 }
 
@@ -285,6 +313,7 @@ impl<B: Backend> Operands for QkvAttentionBackward<B> {
     fn check(&self) {
         let op = "qkv_attention backward";
         let qkv = check_packed(op, &self.qkv, self.heads, &self.mask);
+        self.options.check(op);
         let ([batch_size, seq_length, _], heads) = (self.qkv.dims(), self.heads);
         self.saved.check(op, &self.grad, &qkv, [batch_size, heads.n_heads, seq_length, heads.head_dim]);
     }
@@ -321,7 +350,7 @@ pub trait AttentionOps: ReshapeOps {
 }
 
 /// `softmax(scale * query * key^T) * value` (Vaswani et al., 2017), with concatenated heads, ready
-/// for the output projection.
+/// for the output projection. Scores may be soft-capped before masking (Gemma 2, 2024).
 ///
 /// - `query`: `[batch_size, n_heads, seq_length, head_dim]`;
 /// - `key`, `value`: `[batch_size, n_kv_heads, keys, head_dim]`, where `n_kv_heads` divides `n_heads`, and key head

@@ -46,13 +46,19 @@ pub fn attention_backward<B: Backend>(operands: AttentionBackward<B>) -> Attenti
     let [batch_size, n_heads, seq_length, _] = dims;
     let [_, n_kv_heads, keys, _] = key.dims();
     let dtype = query.dtype();
-    let probabilities = (scores(query.clone(), key.clone(), &mask, options) - saved.log_sum_exp).exp();
+    let scores = scores(query.clone(), key.clone(), &mask, options);
+    let probabilities = (scores.clone() - saved.log_sum_exp).exp();
 
     let delta = (grad.clone().cast(DType::F32) * saved.output.cast(DType::F32)).sum_dim(3).swap_dims(1, 2);
     let grad = grouped(grad.swap_dims(1, 2), n_kv_heads);
     let d_dropped = grad.clone().matmul(value.transpose()).cast(DType::F32);
     let d_probabilities = drop(d_dropped.reshape([batch_size, n_heads, seq_length, keys]), options);
     let d_scores = (probabilities.clone() * (d_probabilities - delta)).mul_scalar(options.scale);
+    let d_scores = match options.softcap {
+        // The derivative of the cap is 1 - tanh^2. Masked scores, whose gradient is zero, are beyond it.
+        Some(cap) => d_scores * scores.div_scalar(cap).clamp(-1.0, 1.0).square().neg().add_scalar(1.0),
+        None => d_scores,
+    };
     let d_scores = grouped(d_scores.cast(dtype), n_kv_heads);
     let dropped = grouped(drop(probabilities, options).cast(dtype), n_kv_heads);
 
@@ -90,7 +96,8 @@ fn grouped<B: Backend>(x: Tensor<B, 4>, n_kv_heads: usize) -> Tensor<B, 4> {
     x.reshape([batch_size, n_kv_heads, n_heads / n_kv_heads * rows, columns])
 }
 
-/// Scaled scores, f32 `[batch_size, n_heads, seq_length, keys]`, masked ones at [`MASKED`].
+/// Scaled and capped scores, f32 `[batch_size, n_heads, seq_length, keys]`, masked ones at
+/// [`MASKED`].
 fn scores<B: Backend>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -103,6 +110,10 @@ fn scores<B: Backend>(
     let shape = [batch_size, n_heads, seq_length, keys];
     let scores = grouped(query, n_kv_heads).matmul(key.transpose());
     let scores = scores.cast(DType::F32).mul_scalar(options.scale).reshape(shape);
+    let scores = match options.softcap {
+        Some(cap) => scores.div_scalar(cap).tanh().mul_scalar(cap),
+        None => scores,
+    };
     match hidden(mask, seq_length, keys, &device) {
         Some(hidden) => scores.mask_fill(hidden.expand(shape), MASKED),
         None => scores,
@@ -153,6 +164,16 @@ fn hidden<B: Backend>(
             let starts = own.mask_where(legal, starts.clone()).reshape([batch_size, 1, seq_length, 1]).expand(shape);
             let before = key_at.clone().expand(shape).lower(starts);
             Some(before.bool_or(outside(query_at.reshape([1, 1, seq_length, 1]), *window).expand(shape)))
+        }
+        AttentionMask::Ranges(ranges) => {
+            let [batch_size, ..] = ranges.dims();
+            let shape = [batch_size, 1, seq_length, keys];
+            let end = |at: usize| ranges.clone().narrow(2, at, 1).reshape([batch_size, 1, seq_length, 1]);
+            let last = end(1).clamp(0, keys as i32 - 1);
+            let first = end(0).clamp_min(0);
+            let first = first.clone().mask_where(first.greater(last.clone()), last.clone()).expand(shape);
+            let key_at = key_at.expand(shape);
+            Some(key_at.clone().lower(first).bool_or(key_at.greater(last.expand(shape))))
         }
         AttentionMask::Lengths(lengths) => {
             let [batch_size] = lengths.dims();

@@ -22,11 +22,12 @@ impl CachedAttentionOps for NdArray {
 }
 
 fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3> {
-    let CachedAttention { qkv, heads, placement, at, cache } = operands;
+    let CachedAttention { qkv, heads, placement, options, at, cache } = operands;
     let [tokens, width] = qkv.dims();
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
     let positions = integers(at.positions.clone());
     let mut qkv = Values::rows(qkv).into_vec();
+    let half = placement.rotary.as_ref().map_or(0, |table| table.cos.dims()[1]);
     let table = placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| Values::rows(x.clone())));
     let gammas = [&placement.query_norm, &placement.key_norm]
         .map(|norm| norm.as_ref().map(|norm| (Values::rows(norm.gamma.clone()), norm.epsilon as f32)));
@@ -42,7 +43,6 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
                         x.iter_mut().zip(&gamma[..]).for_each(|(x, gamma)| *x *= inverse * gamma);
                     }
                     if let Some([cos, sin]) = &table {
-                        let half = head_dim / 2;
                         let at = clamp_index(*position, cos.len() / half - 1) * half;
                         rotate(x, &mut rotated, &cos[at..][..half], &sin[at..][..half], 1.0);
                         x.copy_from_slice(&rotated);
@@ -57,7 +57,7 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
     let [_, _, page_tokens, _] = cache.dims();
     let [keys, values] = [&cache.keys, &cache.values].map(Stored::of);
     let held = Pages { keys: &keys, values: &values, page_tokens, n_kv_heads, head_dim };
-    let output = attend(&qkv, heads, held, &at.rows, at.window);
+    let output = attend(&qkv, heads, held, &at.rows, (at.window, options));
     tensor(output, [tokens, n_heads, head_dim])
 }
 
@@ -176,7 +176,13 @@ impl Pages<'_> {
 
 /// Attention of packed queries `[tokens, width]`, concatenated by row, each over the keys of its
 /// row: `[tokens, n_heads, head_dim]`.
-fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], window: Option<usize>) -> Vec<f32> {
+fn attend(
+    qkv: &[f32],
+    heads: PackedHeads,
+    held: Pages<'_>,
+    rows: &[CachedRow],
+    seen: (Option<usize>, AttentionOptions),
+) -> Vec<f32> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
     let mut output = zeros(qkv.len() / heads.width() * n_heads * head_dim);
     let (mut qkv, mut out) = (qkv, &mut output[..]);
@@ -192,13 +198,13 @@ fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], 
             groups.extend(heads.map(|(head, (query, out))| (row, head, query, out)));
         } else {
             let side_by_side = [held.keys, held.values].map(|of| held.side_by_side(of, row));
-            attention_over(own, heads, side_by_side.each_ref().map(Vec::as_slice), row.keys, window, own_out);
+            attention_over(own, heads, side_by_side.each_ref().map(Vec::as_slice), row.keys, seen, own_out);
         }
     }
     groups.into_par_iter().for_each(|(row, head, query, out)| {
         vectorised(
             #[inline(always)]
-            || attend_one(query, held, row, head, window, out),
+            || attend_one(query, held, row, head, seen, out),
         );
     });
     output
@@ -207,9 +213,16 @@ fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], 
 /// Attention of one token's query heads `query`, which share the key head `head`, over all keys of
 /// its row: into `out`. Copies nothing, and sums do not depend on page boundaries.
 #[inline(always)]
-fn attend_one(query: &[f32], held: Pages<'_>, row: &CachedRow, head: usize, window: Option<usize>, out: &mut [f32]) {
+fn attend_one(
+    query: &[f32],
+    held: Pages<'_>,
+    row: &CachedRow,
+    head: usize,
+    (window, options): (Option<usize>, AttentionOptions),
+    out: &mut [f32],
+) {
     let head_dim = held.head_dim;
-    let scale = AttentionOptions::new(head_dim).scale as f32;
+    let scale = options.scale as f32;
     let first = window.map_or(0, |window| row.keys.saturating_sub(window));
     let seen = row.keys - first;
     let mut scores = vec![0.0; query.len() / head_dim * seen];
@@ -219,6 +232,7 @@ fn attend_one(query: &[f32], held: Pages<'_>, row: &CachedRow, head: usize, wind
         }
     });
     for scores in scores.chunks_exact_mut(seen) {
+        options.cap(scores);
         let max = max_of(scores);
         scores.iter_mut().for_each(|score| *score = exp(*score - max));
         let inverse = 1.0 / sum_of(scores, scores, |x, _| x);

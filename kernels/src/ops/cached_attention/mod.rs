@@ -27,7 +27,7 @@ use burn::tensor::{Int, Tensor};
 
 pub(crate) use self::cache::KvStorage;
 pub use self::cache::{CacheDType, LayerCache};
-use super::attention::AttentionOps;
+use super::attention::{AttentionOps, AttentionOptions};
 use super::norm::{Norm, NormKind, NormOps};
 use super::rotary::{RotaryOps, RotaryTable, next_positions};
 use crate::checked::{Checked, Operands, part};
@@ -49,7 +49,7 @@ pub struct Placement<B: Backend> {
     pub query_norm: Option<Norm<B>>,
     /// RMS norm of each key head.
     pub key_norm: Option<Norm<B>>,
-    /// The rotation by a token's position.
+    /// The rotation by a token's position, of a head or of its first elements.
     pub rotary: Option<RotaryTable<B>>,
 }
 
@@ -228,6 +228,8 @@ pub struct CachedAttention<'a, B: Backend> {
     pub heads: PackedHeads,
     /// Processing of queries and keys.
     pub placement: Placement<B>,
+    /// Scale and soft-capping; no dropout.
+    pub options: AttentionOptions,
     /// Positions of the new tokens.
     pub at: &'a CachedTokens<B>,
     /// The layer's cache.
@@ -241,6 +243,8 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         let [tokens, width] = self.qkv.dims();
         let PackedHeads { n_kv_heads, head_dim, .. } = self.heads;
         self.heads.check(op, "qkv", [1, tokens, width]);
+        self.options.check(op);
+        assert!(self.options.dropout.is_none(), "{op}: dropout, which a cache is never used with");
         let [pages, _, page_tokens, _] = self.cache.dims();
         self.cache.check(op, [n_kv_heads, head_dim], &qkv);
         for held in [&self.cache.keys, &self.cache.values] {
@@ -260,7 +264,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
             assert!(alike, "{op}: norms of queries and keys differ in epsilon or dtype");
         }
         if let Some(table) = &self.placement.rotary {
-            table.check(op, &qkv, head_dim);
+            table.check_part(op, &qkv, head_dim);
         }
 
         let CachedTokens { rows, positions, pages: table, window, .. } = self.at;
@@ -292,13 +296,14 @@ pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
 /// Rows may have any number of new tokens and any length.
 ///
 /// # Panics
-/// If sizes do not fit, a row has more tokens than its pages hold, or a page that a row writes is
+/// If sizes do not fit, `options` has dropout, a row has more tokens than its pages hold, or a page that a row writes is
 /// listed twice; or in a rehearsal of [`compile_ahead`](crate::compile_ahead()), which would
 /// corrupt the cache.
 pub fn cached_attention<B: CachedAttentionOps>(
     qkv: Tensor<B, 2>,
     heads: PackedHeads,
     placement: Placement<B>,
+    options: AttentionOptions,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 2> {
@@ -316,7 +321,7 @@ pub fn cached_attention<B: CachedAttentionOps>(
         Call { bytes: qkv.bytes() + output + cached as u64, flops: flops as u64, inputs: vec![qkv, keys] }
     });
     rehearsal::refuse("cached_attention");
-    let operands = Checked::new(CachedAttention { qkv, heads, placement, at, cache });
+    let operands = Checked::new(CachedAttention { qkv, heads, placement, options, at, cache });
     let output = dispatch!(B: CachedAttentionOps::cached_attention(operands));
     for (part, scale, held) in [("keys", "key_scales", &mut cache.keys), ("values", "value_scales", &mut cache.values)]
     {

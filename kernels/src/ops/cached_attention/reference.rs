@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, DType, FloatDType, Int, Tensor};
 
 use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage};
-use crate::ops::attention::{AttentionForward, AttentionMask, AttentionOptions, attention_heads};
+use crate::ops::attention::{AttentionForward, AttentionMask, attention_heads};
 use crate::ops::norm::{Norm, norm_rows};
 use crate::ops::reshape::{as_dims, as_rows};
 use crate::ops::rotary::rotary_heads;
@@ -16,7 +16,7 @@ use crate::quant::{Format, QuantizedWeight, RowOrder};
 /// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads,
 /// head_dim]`.
 pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 3> {
-    let CachedAttention { qkv, heads, placement, at, cache } = operands;
+    let CachedAttention { qkv, heads, placement, options, at, cache } = operands;
     let dtype = FloatDType::from(qkv.dtype());
     let [query, key, value] = heads.split(qkv.unsqueeze());
     let place = |x: Tensor<B, 4>, norm: Option<Norm<B>>| {
@@ -40,7 +40,7 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
         write(&mut cache.keys, key, row);
         write(&mut cache.values, value, row);
         let [key, value] = [&cache.keys, &cache.values].map(|held| all_of(held, row, dtype));
-        let (mask, options) = (AttentionMask::Causal { window: at.window }, AttentionOptions::new(heads.head_dim));
+        let mask = AttentionMask::Causal { window: at.window };
         attention_heads(AttentionForward { query, key, value, mask, options })
     });
     Tensor::cat(output.collect(), 1).squeeze_dim(0)

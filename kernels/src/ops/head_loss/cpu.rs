@@ -68,7 +68,7 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     // Zero if nothing counts: the loss is then divided by infinity.
     let counted = targets.iter().flatten().count().max(1) as f32 / options.weight as f32;
     let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows);
-    let smoothing = options.label_smoothing as f32;
+    let (smoothing, softcap) = (options.label_smoothing as f32, options.softcap.map(|cap| cap as f32));
     let spread = smoothing / vocabulary as f32;
 
     let mut loss = 0.0f64;
@@ -105,6 +105,11 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
                         set(0.0);
                         continue;
                     };
+                    if let Some(cap) = softcap {
+                        logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
+                    }
+                    // The cap's derivative is made of the capped logits, which are overwritten below.
+                    let capped = softcap.filter(|_| gradients).map(|cap| (cap, logits.to_vec()));
                     let max = max_of(logits);
                     let hit = logits[target];
                     let mean = if smoothing > 0.0 { sum_of(logits, logits, |x, _| x) / vocabulary as f32 } else { 0.0 };
@@ -115,6 +120,10 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
                         let scale = 1.0 / sum;
                         logits.iter_mut().for_each(|x| *x = (*x * scale - spread) / counted);
                         logits[target] -= (1.0 - smoothing) / counted;
+                        if let Some((cap, capped)) = capped {
+                            let slope = |capped: f32| 1.0 - (capped / cap) * (capped / cap);
+                            logits.iter_mut().zip(capped).for_each(|(x, capped)| *x *= slope(capped));
+                        }
                     }
                 }
             },

@@ -34,6 +34,8 @@ pub struct HeadLossOptions {
     pub label_smoothing: f64,
     /// Factor on the loss.
     pub weight: f64,
+    /// Soft-capping: logits `l` become `softcap * tanh(l / softcap)` (Gemma 2).
+    pub softcap: Option<f64>,
     /// Rows of logits per chunk; by default about 256 MB of them.
     pub chunk: Option<usize>,
 }
@@ -41,7 +43,7 @@ pub struct HeadLossOptions {
 impl HeadLossOptions {
     /// Plain cross entropy.
     pub fn new() -> Self {
-        Self { label_smoothing: 0.0, weight: 1.0, chunk: None }
+        Self { label_smoothing: 0.0, weight: 1.0, softcap: None, chunk: None }
     }
 
     /// With label smoothing.
@@ -53,6 +55,12 @@ impl HeadLossOptions {
     /// With a factor, for a sum of losses.
     pub fn with_weight(mut self, weight: f64) -> Self {
         self.weight = weight;
+        self
+    }
+
+    /// With soft-capped logits.
+    pub fn with_softcap(mut self, softcap: Option<f64>) -> Self {
+        self.softcap = softcap;
         self
     }
 
@@ -129,6 +137,9 @@ impl<B: Backend> Operands for HeadLossForward<B> {
             panic!("{op}: weight is {}, and has no gradient", format.name());
         }
         part(op, "targets", &self.targets).integer().shaped(&[rows], &hidden);
+        let cap = self.options.softcap;
+        let fits = cap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+        assert!(fits, "{op}: a softcap of {cap:?}, which is not above 0");
     }
 }
 
@@ -182,10 +193,11 @@ pub trait HeadLossOps: ReshapeOps + WeightOps {
 ///   f32;
 /// - `weight`: `[vocabulary, d_model]`;
 /// - `targets`: one per row of `hidden`, in `0..vocabulary`. Others, such as [`IGNORED_TARGET`], do
-/// not count, on every backend.
+///   not count, on every backend.
 ///
 /// # Panics
-/// If the numbers of targets and rows differ, or `d_model` of `hidden` and of `weight`.
+/// If the numbers of targets and rows differ, or `d_model` of `hidden` and of `weight`, or a
+/// softcap is not above zero.
 pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
     hidden: Tensor<B, D>,
     weight: impl Into<Weight<B>>,

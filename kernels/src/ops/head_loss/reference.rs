@@ -34,6 +34,11 @@ pub fn head_loss_forward<B: WeightOps>(operands: HeadLossForward<B>) -> HeadLoss
         let size = chunk.min(rows - start);
         let hidden = hidden.clone().narrow(0, start, size);
         let logits = hidden.clone().matmul(weight.clone().transpose()).cast(DType::F32);
+        let tanh = options.softcap.map(|cap| logits.clone().div_scalar(cap).tanh());
+        let logits = match (&tanh, options.softcap) {
+            (Some(tanh), Some(cap)) => tanh.clone().mul_scalar(cap),
+            _ => logits,
+        };
         let target = targets.clone().narrow(0, start, size).clamp(0, vocabulary as i64 - 1).reshape([size, 1]);
         let weighed = counted.clone().narrow(0, start, size).reshape([size, 1]) * share.clone().reshape([1, 1]);
 
@@ -55,7 +60,11 @@ pub fn head_loss_forward<B: WeightOps>(operands: HeadLossForward<B>) -> HeadLoss
             if smoothing > 0.0 {
                 d_logits = d_logits.sub_scalar(smoothing / vocabulary as f64);
             }
-            let d_logits = (d_logits * weighed).cast(dtype);
+            let mut d_logits = d_logits * weighed;
+            if let Some(tanh) = tanh {
+                d_logits = d_logits * tanh.square().neg().add_scalar(1.0);
+            }
+            let d_logits = d_logits.cast(dtype);
             d_hidden.push(d_logits.clone().matmul(weight.clone()));
             if wanted == HeadLossWanted::Both {
                 let part = d_logits.transpose().matmul(hidden).cast(DType::F32);

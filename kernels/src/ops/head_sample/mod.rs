@@ -254,6 +254,17 @@ pub fn head_sample_logits<B: HeadSampleOps>(
     (drawn(logits.clone(), rows, positions, counts), logits)
 }
 
+/// The first half of [`head_sample`]: logits of `hidden` `[batch_size, d_model]`, f32 `[batch_size,
+/// vocabulary]`.
+///
+/// # Panics
+/// If sizes do not fit.
+pub fn head_logits<B: HeadSampleOps>(hidden: Tensor<B, 2>, weight: impl Into<Weight<B>>) -> Tensor<B, 2> {
+    let weight = weight.into();
+    let _op = recorder::op("head_logits", || operands_of(&hidden, &weight));
+    logits_of(hidden, weight)
+}
+
 /// The second half of [`head_sample`]: samples a token for each row of `logits` `[batch_size,
 /// vocabulary]`, f32.
 ///

@@ -11,12 +11,12 @@ impl RotaryOps for NdArray {
     fn rotary_forward(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
         let RotaryForward { x, table, positions, inverse } = operands.into_inner();
         let [batch_size, heads, seq_length, head_dim] = x.dims();
-        let (half, last) = (head_dim / 2, table.cos.dims()[0] - 1);
+        let ([positions_known, half], sign) = (table.cos.dims(), if inverse { -1.0 } else { 1.0 });
+        let last = positions_known - 1;
         // Tokens first: the layout of projections' outputs, and of attention's inputs.
         let x = Values::rows(x.swap_dims(1, 2));
         let (cos, sin) = (Values::rows(table.cos), Values::rows(table.sin));
         let positions = integers(positions);
-        let sign = if inverse { -1.0 } else { 1.0 };
         let [out] = new_rows(
             batch_size * seq_length,
             [heads * head_dim],
@@ -39,12 +39,12 @@ impl RotaryOps for NdArray {
         let QkvRotaryForward { qkv, heads, table, positions, inverse } = operands.into_inner();
         let shape = qkv.dims();
         let [width, head_dim] = [heads.width(), heads.head_dim];
-        let (half, last) = (head_dim / 2, table.cos.dims()[0] - 1);
+        let ([positions_known, half], sign) = (table.cos.dims(), if inverse { -1.0 } else { 1.0 });
+        let last = positions_known - 1;
         let rotated = (heads.n_heads + heads.n_kv_heads) * head_dim;
         let qkv = Values::rows(qkv);
         let (cos, sin) = (Values::rows(table.cos), Values::rows(table.sin));
         let positions = integers(positions);
-        let sign = if inverse { -1.0 } else { 1.0 };
         let [out] = new_rows(
             shape[0] * shape[1],
             [width],
@@ -65,10 +65,13 @@ impl RotaryOps for NdArray {
     }
 }
 
-/// Rotates one head.
+/// Rotates the first elements of one head, and copies the others.
 #[inline(always)]
 pub(crate) fn rotate(x: &[f32], out: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
     let half = cos.len();
+    let (x, x_rest) = x.split_at(2 * half);
+    let (out, out_rest) = out.split_at_mut(2 * half);
+    out_rest.copy_from_slice(x_rest);
     let (x_first, x_second) = x.split_at(half);
     let (out_first, out_second) = out.split_at_mut(half);
     for i in 0..half {

@@ -156,16 +156,16 @@ fn launch<R: CubeRuntime>(
     out_strides: [usize; 3],
     turn: Turn<R>,
 ) {
-    let half = head_dim / 2;
+    let (half, pairs) = (turn.cos.meta.shape()[1], head_dim / 2);
     let (cos, cos_stride) = rows(turn.cos);
     let (sin, sin_stride) = rows(turn.sin);
     let positions = turn.positions;
     let [batch_step, token_step] = [positions.meta.strides()[0], positions.meta.strides()[1]];
-    let mut lengths = vec![half, cos_stride, sin_stride];
+    let mut lengths = vec![half, pairs, cos_stride, sin_stride];
     lengths.extend(strides.iter().chain(&out_strides));
     let vector = vector_width(&[x, out, &cos, &sin], &lengths);
     let at_once = (1..=MAX_HEADS).rev().find(|at_once| heads.is_multiple_of(*at_once)).unwrap_or(1);
-    let units = batch_size * seq_length * (heads / at_once) * (half / vector);
+    let units = batch_size * seq_length * (heads / at_once) * (pairs / vector);
     let steps = |strides: [usize; 3]| {
         let [batch, head, token] = strides.map(|stride| (stride / vector) as u32);
         StridesLaunch::new(batch, head, token)
@@ -188,6 +188,7 @@ fn launch<R: CubeRuntime>(
                 out: Array<Vector<rotary_kernel::F, rotary_kernel::N>> = out_array,
                 units: u32 = units as u32,
                 half: u32 = (half / vector) as u32,
+                pairs: u32 = (pairs / vector) as u32,
                 groups: u32 = (heads / at_once) as u32,
                 seq_length: u32 = seq_length as u32,
                 rotated: u32 = rotated as u32,
@@ -214,6 +215,7 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     out: &mut Array<Vector<F, N>>,
     units: u32,
     half: u32,
+    pairs: u32,
     groups: u32,
     seq_length: u32,
     rotated: u32,
@@ -234,13 +236,18 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     if at >= units {
         terminate!();
     }
-    let pair = at % half;
-    let head = (at / half) % groups * comptime!(at_once as u32);
-    let row = at / half / groups;
+    let pair = at % pairs;
+    let head = (at / pairs) % groups * comptime!(at_once as u32);
+    let row = at / pairs / groups;
     let token = row % seq_length;
     let batch = row / seq_length;
-    let x_at = batch * strides.batch + head * strides.head + token * strides.token + pair;
-    let out_at = batch * out_strides.batch + head * out_strides.head + token * out_strides.token + pair;
+    let x_at = batch * strides.batch + head * strides.head + token * strides.token;
+    let out_at = batch * out_strides.batch + head * out_strides.head + token * out_strides.token;
+    // Elements beyond the rotated ones, `2 * half ..`, are copied in pairs, too.
+    let turns = pair < half;
+    let one = select(turns, pair, pair + half);
+    let other = select(turns, pair + half, pair + pairs);
+    let column = min(pair, half - 1);
 
     // All loads precede the first store: in place, the compiler cannot reorder them.
     let mut first = Array::<Vector<F, N>>::new(at_once);
@@ -248,24 +255,24 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     #[unroll]
     for i in 0..at_once {
         let x_at = x_at + i as u32 * strides.head;
-        first[i] = x[x_at as usize];
-        second[i] = x[(x_at + half) as usize];
+        first[i] = x[(x_at + one) as usize];
+        second[i] = x[(x_at + other) as usize];
     }
     let position = clamp_index::<I>(positions[(batch * batch_step + token * token_step) as usize], last);
-    let cos = Vector::<f32, N>::cast_from(cos[(position * cos_stride + pair) as usize]);
-    let sin = Vector::<f32, N>::cast_from(sin[(position * sin_stride + pair) as usize]) * Vector::new(sign);
+    let cos = Vector::<f32, N>::cast_from(cos[(position * cos_stride + column) as usize]);
+    let sin = Vector::<f32, N>::cast_from(sin[(position * sin_stride + column) as usize]) * Vector::new(sign);
     #[unroll]
     for i in 0..at_once {
         let a = Vector::<f32, N>::cast_from(first[i]);
         let b = Vector::<f32, N>::cast_from(second[i]);
         let mut rotated_first = Vector::<F, N>::cast_from(a * cos - b * sin);
         let mut rotated_second = Vector::<F, N>::cast_from(b * cos + a * sin);
-        if head + i as u32 >= rotated {
+        if !turns || head + i as u32 >= rotated {
             rotated_first = first[i];
             rotated_second = second[i];
         }
         let out_at = out_at + i as u32 * out_strides.head;
-        out[out_at as usize] = rotated_first;
-        out[(out_at + half) as usize] = rotated_second;
+        out[(out_at + one) as usize] = rotated_first;
+        out[(out_at + other) as usize] = rotated_second;
     }
 }

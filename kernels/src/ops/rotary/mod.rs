@@ -42,6 +42,15 @@ impl<B: Backend> RotaryTable<B> {
 }
 
 impl<B: Backend> RotaryTable<B> {
+    /// Panics unless the table has columns for heads of `head_dim`, or for the first elements of them.
+    #[track_caller]
+    pub(crate) fn check_part(&self, op: &'static str, x: &Part<'_, B::Device>, head_dim: usize) {
+        let [_, half] = self.cos.dims();
+        let fits = head_dim.is_multiple_of(2) && (1..=head_dim / 2).contains(&half);
+        let cos = part(op, "cosines", &self.cos).float().fits(fits, x);
+        part(op, "sines", &self.sin).shaped(&self.cos.dims(), &cos).alike(&cos);
+    }
+
     /// Panics unless the table has columns for heads of `head_dim`.
     #[track_caller]
     pub(crate) fn check(&self, op: &'static str, x: &Part<'_, B::Device>, head_dim: usize) {
@@ -56,7 +65,7 @@ impl<B: Backend> RotaryTable<B> {
 pub struct RotaryForward<B: Backend> {
     /// `[batch_size, heads, seq_length, head_dim]`.
     pub x: Tensor<B, 4>,
-    /// `[.., head_dim / 2]`.
+    /// `[.., head_dim / 2]`, or narrower if only the first elements of a head rotate.
     pub table: RotaryTable<B>,
     /// `[batch_size, seq_length]`.
     pub positions: Tensor<B, 2, Int>,
@@ -68,7 +77,7 @@ impl<B: Backend> Operands for RotaryForward<B> {
     fn check(&self) {
         let x = part("rotary", "x", &self.x).float();
         let [batch_size, _, seq_length, head_dim] = self.x.dims();
-        self.table.check("rotary", &x, head_dim);
+        self.table.check_part("rotary", &x, head_dim);
         part("rotary", "positions", &self.positions).integer().shaped(&[batch_size, seq_length], &x);
     }
 }
@@ -80,7 +89,7 @@ pub struct QkvRotaryForward<B: Backend> {
     pub qkv: Tensor<B, 3>,
     /// The layout of its heads.
     pub heads: PackedHeads,
-    /// `[.., head_dim / 2]`.
+    /// `[.., head_dim / 2]`, or narrower if only the first elements of a head rotate.
     pub table: RotaryTable<B>,
     /// `[batch_size, seq_length]`.
     pub positions: Tensor<B, 2, Int>,
@@ -93,7 +102,7 @@ impl<B: Backend> Operands for QkvRotaryForward<B> {
         let x = part("qkv_rotary", "qkv", &self.qkv).float();
         let [batch_size, seq_length, _] = self.qkv.dims();
         self.heads.check("qkv_rotary", "qkv", self.qkv.dims());
-        self.table.check("qkv_rotary", &x, self.heads.head_dim);
+        self.table.check_part("qkv_rotary", &x, self.heads.head_dim);
         part("qkv_rotary", "positions", &self.positions).integer().shaped(&[batch_size, seq_length], &x);
     }
 }
@@ -140,13 +149,15 @@ pub trait RotaryOps: Backend {
 
 /// Rotates pairs of elements of `x` `[batch_size, heads, seq_length, head_dim]` by their token's
 /// position (Su et al., 2021), in the hub's layout: element `i` pairs with `i + head_dim / 2`.
+/// With a narrower table, of `half` columns, only the first `2 * half` elements rotate, `i` with
+/// `i + half`; the others stay unchanged.
 ///
 /// `positions` `[batch_size, seq_length]` index the table's rows; an invalid one counts as the
 /// last. Computes in f32 and returns the dtype of `x`.
 ///
 /// # Panics
-/// If the table does not have `head_dim / 2` columns, or the number of positions differs from that
-/// of tokens.
+/// If the table has no or more than `head_dim / 2` columns, `head_dim` is odd, or the number of
+/// positions differs from that of tokens.
 pub fn rotary<B: RotaryOps>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
     let _op = recorder::op("rotary", || Call::reads([recorder::operand(&x)]).and_first(1));
     rotary_heads(x, table, positions)
@@ -166,8 +177,8 @@ pub(crate) fn rotary_heads<B: RotaryOps>(
 /// value heads stay unchanged.
 ///
 /// # Panics
-/// If `width` does not match `heads`, the table does not have `head_dim / 2` columns, or the number
-/// of positions differs from that of tokens.
+/// If `width` does not match `heads`, the table has no or more than `head_dim / 2` columns,
+/// `head_dim` is odd, or the number of positions differs from that of tokens.
 pub fn qkv_rotary<B: RotaryOps>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,

@@ -12,7 +12,7 @@ use crate::tensor::rows_of;
 pub fn rotary_forward<B: Backend>(operands: RotaryForward<B>) -> Tensor<B, 4> {
     let RotaryForward { x, table, positions, inverse } = operands;
     let [batch_size, _, seq_length, head_dim] = x.dims();
-    let half = head_dim / 2;
+    let [_, half] = table.cos.dims();
     let dtype = x.dtype();
     let x = x.cast(DType::F32);
     let rows = |table: Tensor<B, 2>| {
@@ -21,10 +21,14 @@ pub fn rotary_forward<B: Backend>(operands: RotaryForward<B>) -> Tensor<B, 4> {
     };
     let cos = rows(table.cos);
     let sin = if inverse { rows(table.sin).neg() } else { rows(table.sin) };
-    let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
+    let (first, second) = (x.clone().narrow(3, 0, half), x.clone().narrow(3, half, half));
     let rotated_first = first.clone() * cos.clone() - second.clone() * sin.clone();
     let rotated_second = second * cos + first * sin;
-    Tensor::cat(vec![rotated_first, rotated_second], 3).cast(dtype)
+    let mut parts = vec![rotated_first, rotated_second];
+    if 2 * half < head_dim {
+        parts.push(x.narrow(3, 2 * half, head_dim - 2 * half));
+    }
+    Tensor::cat(parts, 3).cast(dtype)
 }
 
 /// Reference forward of [`qkv_rotary`](crate::qkv_rotary).

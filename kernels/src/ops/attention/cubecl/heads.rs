@@ -25,6 +25,7 @@ where
         }
         AttentionMask::Lengths(lengths) => CubeMask::Lengths(lengths.into_primitive()),
         AttentionMask::Documents { starts, window } => CubeMask::Documents { starts: starts.into_primitive(), window },
+        AttentionMask::Ranges(ranges) => CubeMask::Ranges(ranges.into_primitive()),
     }
 }
 
@@ -124,6 +125,7 @@ pub(crate) enum CubeMask<R: CubeRuntime> {
     Positions { positions: CubeTensor<R>, window: Option<usize> },
     Lengths(CubeTensor<R>),
     Documents { starts: CubeTensor<R>, window: Option<usize> },
+    Ranges(CubeTensor<R>),
 }
 
 impl<R: CubeRuntime> CubeMask<R> {
@@ -134,6 +136,7 @@ impl<R: CubeRuntime> CubeMask<R> {
             Self::Positions { .. } => MaskKind::Positions,
             Self::Lengths(_) => MaskKind::Lengths,
             Self::Documents { .. } => MaskKind::Documents,
+            Self::Ranges(_) => MaskKind::Ranges,
         }
     }
 
@@ -142,16 +145,17 @@ impl<R: CubeRuntime> CubeMask<R> {
             Self::Causal { window } | Self::Positions { window, .. } | Self::Documents { window, .. } => {
                 window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW as usize) as i32)
             }
-            Self::None | Self::Lengths(_) => NO_WINDOW,
+            Self::None | Self::Lengths(_) | Self::Ranges(_) => NO_WINDOW,
         }
     }
 
     /// The mask's integers, or a stand-in tensor that is never read.
     pub(super) fn ints(&self, other: &CubeTensor<R>) -> CubeTensor<R> {
         match self {
-            Self::Positions { positions: ints, .. } | Self::Lengths(ints) | Self::Documents { starts: ints, .. } => {
-                contiguous(ints.clone())
-            }
+            Self::Positions { positions: ints, .. }
+            | Self::Lengths(ints)
+            | Self::Documents { starts: ints, .. }
+            | Self::Ranges(ints) => contiguous(ints.clone()),
             Self::None | Self::Causal { .. } => CubeTensor { dtype: DType::I32, ..other.clone() },
         }
     }

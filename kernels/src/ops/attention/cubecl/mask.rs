@@ -15,6 +15,7 @@ pub(super) enum MaskKind {
     Positions,
     Lengths,
     Documents,
+    Ranges,
 }
 
 /// The values of an attention that may change per launch.
@@ -27,14 +28,16 @@ pub(super) struct Sizes {
     pub(super) keys: u32,
     pub(super) window: i32,
     pub(super) scale: f32,
+    /// Cap of the scores; zero for none.
+    pub(super) softcap: f32,
     /// Random bits below this mean dropped.
     pub(super) threshold: u32,
     /// Factor on kept probabilities.
     pub(super) kept: f32,
 }
 
-/// The last visible key of a query, which ends its window. `ints` are the mask's positions, lengths
-/// or document starts.
+/// The last visible key of a query, which ends its window. `ints` are the mask's positions, lengths,
+/// document starts or ranges.
 #[cube]
 pub(super) fn last_key<I: Int>(
     ints: &Array<I>,
@@ -50,6 +53,9 @@ pub(super) fn last_key<I: Int>(
             i32::cast_from(clamp_index::<I>(ints[(batch * sizes.queries + query) as usize], sizes.keys - 1))
         }
         MaskKind::Lengths => length::<I>(ints, batch, sizes) - 1,
+        MaskKind::Ranges => {
+            i32::cast_from(bound::<I>(ints[((batch * sizes.queries + query) * 2 + 1) as usize], sizes.keys - 1))
+        }
     }
 }
 
@@ -68,8 +74,18 @@ pub(super) fn first_seen<I: Int>(
             let start = clamp_index::<I>(ints[(batch * sizes.queries + query) as usize], query);
             max(of_window, i32::cast_from(start))
         }
+        MaskKind::Ranges => {
+            let last = bound::<I>(ints[((batch * sizes.queries + query) * 2 + 1) as usize], sizes.keys - 1);
+            i32::cast_from(bound::<I>(ints[((batch * sizes.queries + query) * 2) as usize], last))
+        }
         MaskKind::None | MaskKind::Causal | MaskKind::Positions | MaskKind::Lengths => of_window,
     }
+}
+
+/// An end of a range, clamped to `0..=last`.
+#[cube]
+fn bound<I: Int>(end: I, last: u32) -> u32 {
+    select(end < I::from_int(0), 0u32, clamp_index::<I>(end, last))
 }
 
 /// Keys of a padded row: at least one, and at most all.
@@ -100,7 +116,7 @@ pub(super) fn all_seen<I: Int>(
     sizes: &Sizes,
     #[comptime] mask: MaskKind,
 ) -> bool {
-    if mask == MaskKind::Positions || mask == MaskKind::Documents {
+    if mask == MaskKind::Positions || mask == MaskKind::Documents || mask == MaskKind::Ranges {
         false.runtime()
     } else {
         let there = first_query + queries <= sizes.queries && first_key + keys <= sizes.keys;
@@ -130,6 +146,11 @@ pub(super) fn keys_of<I: Int>(
             start = min(start, max(first_seen::<I>(ints, batch, query, sizes, mask), 0i32));
         }
         end = last_key::<I>(ints, batch, after - 1, sizes, mask) + 1;
+    } else if mask == MaskKind::Ranges {
+        for query in first..after {
+            start = min(start, first_seen::<I>(ints, batch, query, sizes, mask));
+            end = max(end, last_key::<I>(ints, batch, query, sizes, mask) + 1);
+        }
     } else if mask == MaskKind::Positions {
         for query in first..after {
             let last = last_key::<I>(ints, batch, query, sizes, mask);
@@ -188,6 +209,6 @@ pub(super) fn queries_of<I: Int>(
             let hidden = length > 0 && start >= length;
             (0u32.runtime(), select(hidden, 0u32, sizes.queries))
         }
-        MaskKind::None | MaskKind::Positions => (0u32.runtime(), sizes.queries),
+        MaskKind::None | MaskKind::Positions | MaskKind::Ranges => (0u32.runtime(), sizes.queries),
     }
 }

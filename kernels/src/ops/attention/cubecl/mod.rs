@@ -9,6 +9,7 @@ pub(super) mod heads;
 mod mask;
 mod parts;
 mod simt;
+mod softcap;
 mod tensor_cores;
 
 use burn::tensor::{DType, Tensor};
@@ -18,6 +19,7 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 pub(crate) use self::heads::{CubeMask, Dims, Heads, cube_mask};
 use self::mask::SizesLaunch;
+pub(crate) use self::softcap::capped;
 #[cfg(feature = "cuda")]
 use super::cuda::Hopper;
 use super::{
@@ -29,6 +31,7 @@ use crate::cubecl::{contiguous, empty, vector_width};
 use crate::packed_heads::PackedHeads;
 use crate::random::RandomKey;
 use crate::random::cubecl::RoundsLaunch;
+use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
 
 impl<R, F, I, BT> AttentionOps for CubeBackend<R, F, I, BT>
@@ -113,7 +116,7 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     {
         return (output.tensor, log_sum_exp);
     }
-    if tensor_cores::supported(&inputs, head_dim) {
+    if takes_tensor_cores(&inputs, head_dim, options) {
         tensor_cores::forward(inputs, &output, &log_sum_exp, dims, mask, options);
     } else {
         simt::forward(inputs, &output, &log_sum_exp, dims, mask, options);
@@ -142,13 +145,23 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     {
         return;
     }
-    if tensor_cores::supported(&all, dims.head_dim) {
+    if takes_tensor_cores(&all, dims.head_dim, options) {
         tensor_cores::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
         tensor_cores::backward_q(inputs, &rows, d_query, dims, mask, options);
     } else {
         simt::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
         simt::backward_q(inputs, &rows, d_query, dims, mask, options);
     }
+}
+
+/// Whether the kernels on tensor cores support heads and options.
+fn takes_tensor_cores<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize, options: AttentionOptions) -> bool {
+    let supported = tensor_cores::supported(heads, head_dim);
+    if supported && options.softcap.is_some() {
+        fell_back("attention", R::name(&heads[0].tensor.client), "soft-capped scores are not for its tensor cores");
+        return false;
+    }
+    supported
 }
 
 /// The widest vectors, up to `most`, that suit all heads.
@@ -167,6 +180,7 @@ fn sizes<R: CubeRuntime>(dims: Dims, mask: &CubeMask<R>, options: AttentionOptio
         dims.keys as u32,
         mask.window(),
         options.scale as f32,
+        options.softcap.unwrap_or(0.0) as f32,
         options.dropout.map_or(0, |dropout| dropout.threshold()),
         options.dropout.map_or(1.0, |dropout| dropout.scale() as f32),
     )

@@ -189,7 +189,7 @@ impl<R: CubeRuntime> Hopper<R> {
         let half = cuda::half_name(x.dtype.into())?;
         // The maximum is taken before scaling.
         let scale = options.scale as f32;
-        let numbers = scale.is_normal() && scale > 0.0;
+        let numbers = scale.is_normal() && scale > 0.0 && options.softcap.is_none();
         let sizes = [64, 128].contains(&dims.head_dim)
             && (FEWEST_QUERIES..MOST_QUERIES).contains(&dims.seq_length)
             && dims.n_heads < MOST_HEADS;
@@ -221,7 +221,7 @@ impl<R: CubeRuntime> Hopper<R> {
                 }
                 (Mask::Documents, None, Some(Documents::rows(&starts, *window)))
             }
-            CubeMask::Positions { .. } => return None,
+            CubeMask::Positions { .. } | CubeMask::Ranges(_) => return None,
         };
         let window = window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW);
         Some(Self { half, dims, mask, window, ints, options })
@@ -321,7 +321,7 @@ impl<R: CubeRuntime> Hopper<R> {
 
     fn launch(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
         let Dims { batch_size, n_heads, n_kv_heads, seq_length, keys, .. } = self.dims;
-        let AttentionOptions { scale, dropout } = self.options;
+        let AttentionOptions { scale, dropout, .. } = self.options;
         let scale = (scale as f32).to_bits() as usize;
         // Never read without such a mask.
         let arguments = arguments.pointer(self.ints.as_ref().unwrap_or(x));

@@ -23,18 +23,19 @@ const _: () = assert!(TILE == KEPT, "a block takes a tile");
 pub(crate) struct PagedHopper {
     kernel: AttentionHopper,
     window: usize,
+    scale: f32,
 }
 
 impl PagedHopper {
     /// If the kernel supports the device, the dtype, and the sizes of queries `[tokens, n_heads,
     /// head_dim]` and of `cached` keys and values `[pages, n_kv_heads, page_tokens, head_dim]`, and
-    /// runs. The longest row has `most_keys`.
+    /// runs. The longest row has `most_keys`. Scores are scaled by more than zero, and not capped.
     pub(crate) fn new<R: CubeRuntime>(
         query: &CubeTensor<R>,
         cached: [&CubeTensor<R>; 2],
         table: &CubeTensor<R>,
         most_keys: usize,
-        window: Option<usize>,
+        (window, options): (Option<usize>, AttentionOptions),
     ) -> Option<Self> {
         let half = cuda::half_name(query.dtype.into())?;
         let head_dim = query.meta.shape()[2];
@@ -43,13 +44,18 @@ impl PagedHopper {
             let begins = x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
             x.dtype == query.dtype && begins && x.is_contiguous()
         };
+        let scale = options.scale as f32;
         let taken = sizes
+            && scale.is_normal()
+            && scale > 0.0
+            && options.softcap.is_none()
             && [query, cached[0], cached[1]].into_iter().all(reads)
             && table.dtype == DType::I32
             && cuda::takes(query, Arch::Sm90);
         let paged = Self {
             kernel: AttentionHopper::paged(half, head_dim),
             window: window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW),
+            scale,
         };
         (taken && paged.works(query)).then_some(paged)
     }
@@ -114,8 +120,7 @@ impl PagedHopper {
             map_heads(arguments, &held, [pages, n_kv_heads, PAGE], head_dim, [PAGE, 64])
         });
         let arguments = map_heads(arguments, &packed(out), [1, n_heads, tokens], head_dim, [ROWS, 64]);
-        let scale = AttentionOptions::new(head_dim).scale as f32;
-        let sizes = [count, n_heads, n_kv_heads, pages, pages_a_row, self.window, scale.to_bits() as usize];
+        let sizes = [count, n_heads, n_kv_heads, pages, pages_a_row, self.window, self.scale.to_bits() as usize];
         let arguments = sizes.into_iter().fold(arguments.pointer(tiles).pointer(table), Arguments::word);
         // SAFETY: TMA reads and writes within the tensors that its maps were made of, whatever the
         // table has; the table is read where it has the pages of a tile's row, and tiles that are

@@ -21,6 +21,8 @@ use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_vector};
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
 use crate::masked::MASKED;
+use crate::ops::attention::AttentionOptions;
+use crate::ops::rotary::{QkvRotaryForward, RotaryTable, qkv_rotary_forward};
 use crate::packed_heads::PackedHeads;
 use crate::quant::int8::{PACKED, unpack};
 use crate::recorder::fell_back;
@@ -46,8 +48,22 @@ where
             fell_back("cached_attention", &Self::name(&operands.qkv.device()), "its heads are wider than 256");
             return reference::cached_attention(operands.into_inner());
         }
-        let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();
+        let CachedAttention { mut qkv, heads, mut placement, options, at, cache } = operands.into_inner();
         let [tokens, _] = qkv.dims();
+        // The kernels rotate whole heads.
+        let is_part = |table: &RotaryTable<Self>| 2 * table.cos.dims()[1] < head_dim;
+        if let Some(table) = placement.rotary.clone().filter(is_part) {
+            let device = Self::name(&qkv.device());
+            fell_back("cached_attention", &device, "a part of each head rotates, in a launch of its own");
+            if placement.query_norm.is_some() {
+                let operands = CachedAttention { qkv, heads, placement, options, at, cache };
+                return reference::cached_attention(operands);
+            }
+            let positions = at.positions.clone();
+            let rotated = QkvRotaryForward { qkv: qkv.unsqueeze(), heads, table, positions, inverse: false };
+            qkv = qkv_rotary_forward(Checked::new(rotated)).squeeze_dim(0);
+            placement.rotary = None;
+        }
         let (placement, qkv) = (cube_placement(placement), contiguous(primitive(qkv)));
         let cached = [&cache.keys, &cache.values].map(CubeKvStorage::of);
         let all = Pass {
@@ -56,6 +72,7 @@ where
             positions: contiguous(at.positions.clone().into_primitive()),
             table: contiguous(at.pages.clone().into_primitive()),
             window: at.window,
+            options,
             qkv,
         };
         let together = !cached[0].is_int8() || planes::take_int8(&all, cached.each_ref());
@@ -206,6 +223,7 @@ struct Pass<R: CubeRuntime> {
     /// Pages of each row, `[rows, most]`.
     table: CubeTensor<R>,
     window: Option<usize>,
+    options: AttentionOptions,
 }
 
 /// Compile-time values of the kernels, besides dtypes.
@@ -245,6 +263,8 @@ struct Sizes {
     keys: u32,
     window: i32,
     scale: f32,
+    /// Cap of the scores; zero for none.
+    softcap: f32,
     epsilon: f32,
     last: u32,
 }
@@ -318,7 +338,8 @@ fn sizes<R: CubeRuntime>(
         piece as u32,
         run.keys as u32,
         pass.window.map_or(i32::MAX / 2, |window| window.min(i32::MAX as usize / 2) as i32),
-        1.0 / (heads.head_dim as f32).sqrt(),
+        pass.options.scale as f32,
+        pass.options.softcap.unwrap_or(0.0) as f32,
         bound.epsilon as f32,
         last as u32,
     )

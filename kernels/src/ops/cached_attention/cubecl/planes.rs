@@ -24,6 +24,7 @@ use super::{
 use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum};
 use crate::cubecl::{array, clamp_index, grid, launch, optional};
 use crate::masked::MASKED;
+use crate::ops::attention::cubecl::capped;
 use crate::packed_heads::PackedHeads;
 use crate::quant::int8::PACKED;
 
@@ -383,7 +384,7 @@ fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: 
                 for step in 0..comptime!(lanes.across.trailing_zeros()) {
                     score += plane_shuffle_xor(score, 1u32 << step);
                 }
-                scores[comptime!(i * run + j)] = select(seen, score * sizes.scale, MASKED);
+                scores[comptime!(i * run + j)] = select(seen, capped(score * sizes.scale, sizes.softcap), MASKED);
             }
         }
         #[unroll]

@@ -9,7 +9,6 @@ use cubecl::prelude::*;
 
 use super::{CubeKvStorage, Pass, Run, Sizes, UNITS, bind, cell, numbers, sizes};
 use crate::cubecl::{array, empty, grid, optional, vector_width};
-use crate::ops::attention::AttentionOptions;
 #[cfg(feature = "cuda")]
 use crate::ops::attention::PagedHopper;
 use crate::ops::attention::cubecl::{CubeMask, Dims, Heads, attention_forward};
@@ -31,7 +30,7 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
         return None;
     }
     let cached = [&keys.stored, &values.stored];
-    let paged = PagedHopper::new(query, cached, &pass.table, longer.keys, pass.window)?;
+    let paged = PagedHopper::new(query, cached, &pass.table, longer.keys, (pass.window, pass.options))?;
     let out = empty(query, [query.meta.shape()[0], pass.heads.n_heads, pass.heads.head_dim], query.dtype);
     // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and
     // keys that the row's pages have room for.
@@ -68,7 +67,7 @@ pub(super) fn prefill<R: CubeRuntime>(
     };
     let [keys, values] = side_by_side(pass, run, held).map(Heads::from_tensor);
     let mask = CubeMask::Causal { window: pass.window };
-    attention_forward([&query, &keys, &values], dims, &mask, AttentionOptions::new(head_dim)).0
+    attention_forward([&query, &keys, &values], dims, &mask, pass.options).0
 }
 
 /// All keys and values of a run's row as floats, `[1, n_kv_heads, keys, head_dim]` each.

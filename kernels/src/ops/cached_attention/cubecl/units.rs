@@ -8,6 +8,7 @@ use super::{Bound, CubeKvStorage, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, 
 use crate::cubecl::reduce::{row_max, row_sum};
 use crate::cubecl::{array, clamp_index, grid, vector_width};
 use crate::masked::MASKED;
+use crate::ops::attention::cubecl::capped;
 use crate::packed_heads::PackedHeads;
 
 /// Keys per piece.
@@ -182,7 +183,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let mut totals = Array::<f32>::new(comptime!(variant.heads));
     #[unroll]
     for i in 0..variant.heads {
-        let score = select(seen, sums[i] * sizes.scale, MASKED);
+        let score = select(seen, capped(sums[i] * sizes.scale, sizes.softcap), MASKED);
         maxima[i] = row_max(score, variant.row_units);
         sums[i] = select(seen, (score - maxima[i]).exp(), 0.0f32);
         totals[i] = row_sum(sums[i], variant.row_units);

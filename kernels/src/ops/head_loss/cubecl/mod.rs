@@ -5,6 +5,7 @@ mod row_pass;
 mod scale;
 pub(super) mod target_rows;
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
@@ -14,13 +15,16 @@ use cubecl::prelude::*;
 use self::row_pass::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use self::scale::{add_scaled, scaled};
 use self::target_rows::TargetRows;
-use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossOutput, HeadLossWanted};
+use super::{
+    HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossOutput, HeadLossWanted, reference,
+};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
 use crate::ops::linear::cubecl::gemm::{product, product_into};
 use crate::ops::linear::cubecl::layout::transposed;
 use crate::ops::linear::route::TMA_TILE;
+use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
 
 /// Default bytes of logits per chunk, on devices with their own memory and on others.
@@ -41,6 +45,10 @@ where
     BT: BoolElement,
 {
     fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
+        if operands.options.softcap.is_some() {
+            fell_back("head_loss", &Self::name(&operands.hidden.device()), "its logits are soft-capped");
+            return reference::head_loss_forward(operands.into_inner());
+        }
         head_loss_forward(operands.into_inner())
     }
 

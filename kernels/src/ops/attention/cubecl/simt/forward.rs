@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 
 use super::super::mask::{Sizes, first_seen, keys_of, last_key, sees};
 use super::super::parts::{OUTSIDE, Place, cube_place, kept_pair};
+use super::super::softcap::capped;
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, store, zeroed};
 use super::{Quad, Variant};
@@ -138,7 +139,8 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             #[unroll]
             for j in 0..4usize {
                 let key = first_key + x * 4 + j as u32;
-                let score = select(sees(key, begin[i], last[i]), scores[i * 4 + j] * sizes.scale, MASKED);
+                let score = capped(scores[i * 4 + j] * sizes.scale, sizes.softcap);
+                let score = select(sees(key, begin[i], last[i]), score, MASKED);
                 let score = select(key < sizes.keys, score, OUTSIDE);
                 scores[i * 4 + j] = score;
                 row_highest = max(row_highest, score);

@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::super::mask::Sizes;
 use super::super::parts::{Rows, kept};
+use super::super::softcap::{capped, slope};
 use super::{Quad, Variant};
 use crate::masked::MASKED;
 use crate::random::cubecl::Rounds;
@@ -24,7 +25,8 @@ pub(super) fn score_gradient(
     rounds: &Rounds,
     #[comptime] drops: bool,
 ) -> (f32, f32) {
-    let score = select(visible, score * sizes.scale, MASKED);
+    let limited = capped(score * sizes.scale, sizes.softcap);
+    let score = select(visible, limited, MASKED);
     let probability = select(inside, (score - log_sum_exp).exp(), 0.0f32);
     let mut dropped = probability;
     let mut d_probability = d_dropped;
@@ -33,7 +35,7 @@ pub(super) fn score_gradient(
         dropped *= factor;
         d_probability *= factor;
     }
-    (dropped, probability * (d_probability - delta) * sizes.scale)
+    (dropped, probability * (d_probability - delta) * sizes.scale * slope(limited, sizes.softcap))
 }
 
 #[cube]
