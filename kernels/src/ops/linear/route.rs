@@ -7,7 +7,7 @@
 //!     16-bit, aligned, tensor cores -----> skinny/tensor_cores; many outputs of 9 to 32 rows: skinny/stream
 //!     else ------------------------------> skinny/simt
 //! more rows ---> gemm
-//!     16-bit or f32, Hopper, large, aligned ----> ours in CUDA C++ (../cuda)
+//!     16-bit or f32, Ampere or later, large, aligned -> ours in CUDA C++ (../cuda): sm90 on Hopper, else sm80; exact f32 only where TF32 is fast
 //!     16-bit, device has TMA, large -----> cubek's warp-specialised kernel behind TMA (Gemm::Tma)
 //!     f32, not asked for in TF32 --------> gemm_simt (Gemm::Simt)
 //!     16-bit, small, aligned ------------> gemm_tensor_cores (Gemm::TensorCores)
@@ -86,23 +86,18 @@ pub(crate) enum Gemm {
     Cubek { split_k: usize },
 }
 
-/// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size
+/// Whether a product `[m, n, k]` within `dtype` is for a GEMM in CUDA C++, as far as its size
 /// goes. With fewer rows than a tile has, reading the weight takes most of the time, and of what
 /// the GEMM for few rows leaves this one reads it fastest, large or not, in 16 bits.
-pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
+pub(crate) fn takes_cuda<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
     let many = m >= TILE && m * n * k > MOST_SMALL;
     let large = n >= TILE && if dtype == DType::F32 { many } else { dtype.size() == 2 && (few || many) };
-    large && on_hopper(x)
-}
-
-/// Whether the device of `x` takes kernels for Hopper, as none without CUDA does.
-fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     #[cfg(feature = "cuda")]
-    return cuda::takes(x, Arch::Sm90);
+    return large && cuda::has_family(x);
     #[cfg(not(feature = "cuda"))]
     {
-        let _ = x;
+        let _ = (x, large);
         false
     }
 }
@@ -118,7 +113,7 @@ pub(crate) fn takes_few_rows<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usiz
     // A tile of the GEMM for Hopper is two multiprocessors', and at most half of them would have
     // one.
     let idle = || 4 * m.div_ceil(2 * TILE) * n.div_ceil(TILE) <= multiprocessors(x) as usize;
-    x.dtype.size() == 2 && worth && k.is_multiple_of(8) && on_hopper(x) && (once || idle())
+    x.dtype.size() == 2 && worth && k.is_multiple_of(8) && cuda::takes(x, Arch::Sm90) && (once || idle())
 }
 
 /// The GEMM of `a` `[m, k]` and `b` `[k, n]`, both of one dtype and with a stride of one, into `[m,

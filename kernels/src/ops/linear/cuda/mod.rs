@@ -1,6 +1,8 @@
-//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, with bias, activation
-//! and residual in the same launch, and for those of f32. That for few rows is [another](few_rows).
+//! The GEMMs for Hopper (`sm90/gemm.cu`) and for [Ampere and later](ampere), in CUDA C++: for large
+//! 16-bit products, with bias, activation and residual in the same launch, and for those of f32. That
+//! for few rows is [another](few_rows).
 
+mod ampere;
 mod few_rows;
 mod split;
 mod tiles;
@@ -22,7 +24,7 @@ use super::cubecl::gemm_tensor_cores::Added;
 use super::cubecl::layout::{k_major, transposed};
 use crate::cubecl::reduce::sum_over_rows;
 use crate::cubecl::{contiguous, empty};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::dropout::Dropout;
@@ -69,23 +71,21 @@ impl Numbers {
         if self == Self::F16 { "f16" } else { "bf16" }
     }
 
-    /// Stages of so many of K.
-    fn stages(self, k: usize) -> usize {
+    /// Stages of so many of K, as so many bytes each.
+    fn stages_of(self, k: usize, bytes: usize) -> usize {
         match self {
-            Self::Bf16 | Self::F16 => k.div_ceil(DEPTH),
-            Self::Tf32 => k.div_ceil(F32_DEPTH),
-            Self::SplitF32 => 3 * k.div_ceil(F32_DEPTH),
+            Self::Bf16 | Self::F16 => k.div_ceil(bytes / 2),
+            Self::Tf32 => k.div_ceil(bytes / 4),
+            Self::SplitF32 => 3 * k.div_ceil(bytes / 4),
         }
     }
 }
 
-/// What the kernel is compiled for.
+/// What a kernel computes, of either family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct GemmHopper {
+struct Traits {
     /// What it multiplies.
     numbers: Numbers,
-    /// Columns of a tile.
-    columns: usize,
     /// Whether `a` is contiguous along M, not K.
     a_major_m: bool,
     /// Whether `b` is contiguous along N, not K.
@@ -103,12 +103,11 @@ struct GemmHopper {
     slopes: usize,
 }
 
-impl GemmHopper {
+impl Traits {
     /// A product with nothing behind it, of matrices with K contiguous.
-    fn plain(numbers: Numbers, columns: usize) -> Self {
+    fn plain(numbers: Numbers) -> Self {
         Self {
             numbers,
-            columns,
             a_major_m: false,
             b_major_n: false,
             out_f32: false,
@@ -120,19 +119,93 @@ impl GemmHopper {
         }
     }
 
-    /// A product of f32.
-    fn of_f32(numbers: Numbers, columns: usize) -> Self {
-        Self { out_f32: true, ..Self::plain(numbers, columns) }
+    /// Those of training in bf16.
+    fn of_training() -> [Self; 11] {
+        let plain = Self::plain(Numbers::Bf16);
+        let (gelu, swiglu) = (Self { activation: 1, ..plain }, Self { activation: 3, gated: true, ..plain });
+        let backward = Self { b_major_n: true, ..plain };
+        let of_weight = Self { a_major_m: true, out_f32: true, ..backward };
+        [
+            plain,
+            Self { dropout: true, ..plain },
+            gelu,
+            Self { slopes: 1, ..gelu },
+            swiglu,
+            Self { slopes: 2, ..swiglu },
+            backward,
+            Self { slopes: 1, ..backward },
+            Self { slopes: 2, ..backward },
+            of_weight,
+            Self { row_sums: true, ..of_weight },
+        ]
     }
 
+    /// The macros that both sources have.
+    fn defines(&self) -> String {
+        let Self { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes } = *self;
+        let defined = cuda::defines([
+            ("TF32", matches!(numbers, Numbers::Tf32 | Numbers::SplitF32).into()),
+            ("SPLIT", (numbers == Numbers::SplitF32).into()),
+            ("A_MAJOR_M", a_major_m.into()),
+            ("B_MAJOR_N", b_major_n.into()),
+            ("OUT_F32", out_f32.into()),
+            ("ROW_SUMS", row_sums.into()),
+            ("ACTIVATION", activation),
+            ("GATED", gated.into()),
+            ("DROPOUT", dropout.into()),
+            ("SLOPES", slopes),
+        ]);
+        format!("#define HALF \"{}\"\n{defined}", numbers.half_name())
+    }
+
+    /// Operands to try a kernel on: matrices `[rows, depth]` and `[depth, columns]`, of which half are gates' where
+    /// these are, the result, and what is behind the product, with so many sums of rows.
+    fn operands<R: CubeRuntime>(
+        &self,
+        x: &CubeTensor<R>,
+        [rows, columns, depth]: [usize; 3],
+        stages: usize,
+    ) -> ([CubeTensor<R>; 2], CubeTensor<R>, Epilogue<R>) {
+        let matrix = |[rows, columns]: [usize; 2], transposed: bool| {
+            let mut x = empty(x, if transposed { [columns, rows] } else { [rows, columns] }, x.dtype);
+            if transposed {
+                x.meta.swap(0, 1);
+            }
+            x
+        };
+        let operands = [matrix([rows, depth], self.a_major_m), matrix([depth, columns], !self.b_major_n)];
+        let dtype = if self.out_f32 { DType::F32 } else { x.dtype };
+        let out_columns = columns / (1 + usize::from(self.gated));
+        let slopes = (self.slopes > 0).then(|| empty(x, [rows, self.slopes * out_columns], dtype));
+        let (epilogue, halves) = match slopes {
+            _ if self.out_f32 => {
+                (Epilogue::Sums(false, self.row_sums.then(|| empty(x, [stages, rows], DType::F32))), 1)
+            }
+            slopes if self.activation > 0 => (Epilogue::Activation(self.activation, self.gated, slopes), 1),
+            Some(slopes) => (Epilogue::Slopes(slopes), self.slopes),
+            None => (Epilogue::Residual(None, None), 1),
+        };
+        (operands, empty(x, [rows, halves * out_columns], dtype), epilogue)
+    }
+}
+
+/// What the kernel for Hopper is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct GemmHopper {
+    traits: Traits,
+    /// Columns of a tile.
+    columns: usize,
+}
+
+impl GemmHopper {
     /// Columns of the result that a tile has.
     fn out_columns(&self) -> usize {
-        self.columns / (1 + usize::from(self.gated))
+        self.columns / (1 + usize::from(self.traits.gated))
     }
 
     /// Shared memory besides the stages: the output, the bias, and barriers.
     fn other_bytes(&self) -> usize {
-        let out = if self.out_f32 { 0 } else { ROWS * self.out_columns() * 2 };
+        let out = if self.traits.out_f32 { 0 } else { ROWS * self.out_columns() * 2 };
         CONSUMERS * (out + self.columns * 4) + 256
     }
 
@@ -156,25 +229,8 @@ impl CudaKernel for GemmHopper {
     }
 
     fn source(&self) -> String {
-        let Self { numbers, columns, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes } =
-            *self;
-        let stages = self.stages();
-        let defined = [
-            ("TF32", matches!(numbers, Numbers::Tf32 | Numbers::SplitF32).into()),
-            ("SPLIT", (numbers == Numbers::SplitF32).into()),
-            ("COLUMNS", columns),
-            ("STAGES", stages),
-            ("A_MAJOR_M", a_major_m.into()),
-            ("B_MAJOR_N", b_major_n.into()),
-            ("OUT_F32", out_f32.into()),
-            ("ROW_SUMS", row_sums.into()),
-            ("ACTIVATION", activation),
-            ("GATED", gated.into()),
-            ("DROPOUT", dropout.into()),
-            ("SLOPES", slopes),
-        ];
-        let defined = cuda::defines(defined);
-        format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("sm90/gemm.cu"))
+        let defined = cuda::defines([("COLUMNS", self.columns), ("STAGES", self.stages())]);
+        format!("{}{defined}{HOPPER}{}", self.traits.defines(), include_str!("sm90/gemm.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -192,31 +248,19 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     training_kernels().map(cuda::named).chain(few_rows::kernels().map(cuda::named))
 }
 
+/// The kernels of training for Ampere and later, where a block has so many bytes of shared memory.
+pub(crate) fn ampere_sources(most_bytes: usize) -> impl Iterator<Item = (String, String)> {
+    ampere::kernels(most_bytes).map(cuda::named)
+}
+
 fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
     let bf16 = |columns| {
-        let plain = GemmHopper::plain(Numbers::Bf16, columns);
-        let (gelu, swiglu) =
-            (GemmHopper { activation: 1, ..plain }, GemmHopper { activation: 3, gated: true, ..plain });
-        let backward = GemmHopper { b_major_n: true, ..plain };
-        let of_weight = GemmHopper { a_major_m: true, out_f32: true, ..backward };
-        let all = [
-            plain,
-            GemmHopper { dropout: true, ..plain },
-            gelu,
-            GemmHopper { slopes: 1, ..gelu },
-            swiglu,
-            GemmHopper { slopes: 2, ..swiglu },
-            backward,
-            GemmHopper { slopes: 1, ..backward },
-            GemmHopper { slopes: 2, ..backward },
-            of_weight,
-            GemmHopper { row_sums: true, ..of_weight },
-        ];
-        all.into_iter().filter(|kernel| fits(kernel.columns, kernel.gated, kernel.dropout))
+        let all = Traits::of_training().into_iter().map(move |traits| GemmHopper { traits, columns });
+        all.filter(|kernel| fits(kernel.columns, kernel.traits.gated, kernel.traits.dropout))
     };
     let of_f32 = |columns| {
         let numbers = [Numbers::Tf32, Numbers::SplitF32].into_iter().filter(move |numbers| fits_f32(columns, *numbers));
-        numbers.map(move |numbers| GemmHopper::of_f32(numbers, columns))
+        numbers.map(move |numbers| GemmHopper { traits: Traits { out_f32: true, ..Traits::plain(numbers) }, columns })
     };
     let widths = [128, 192, WIDEST];
     widths.into_iter().flat_map(bf16).chain(widths.into_iter().flat_map(of_f32))
@@ -264,6 +308,17 @@ impl<R: CubeRuntime> Epilogue<R> {
         }
     }
 
+    /// Whether something is added or multiplied by, and what else is read or written, as large as the
+    /// result or as the sums of rows.
+    fn other(self) -> (bool, Option<CubeTensor<R>>) {
+        match self {
+            Self::Sums(adds, row_sums) => (adds, row_sums),
+            Self::Residual(_, residual) => (residual.is_some(), residual),
+            Self::Activation(.., slopes) => (false, slopes),
+            Self::Slopes(slopes) => (true, Some(slopes)),
+        }
+    }
+
     /// Matrices of slopes, where `b` has `n` columns.
     fn slopes(&self, n: usize) -> usize {
         match self {
@@ -277,7 +332,7 @@ impl<R: CubeRuntime> Epilogue<R> {
 /// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
 /// operands. None where the device is no Hopper GPU, the product is too small, an operand has a
 /// layout that TMA cannot read, or something is to be added to f32.
-pub(super) fn hopper_product<R: CubeRuntime>(
+pub(super) fn cuda_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     added: &Added<R>,
@@ -295,19 +350,15 @@ pub(super) fn hopper_product<R: CubeRuntime>(
         DType::F32 => Epilogue::Sums(false, None),
         _ => Epilogue::Residual(added.dropout, added.residual.clone()),
     };
-    let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
+    let plan = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
-    kernel.launch(a, b, added.bias.clone(), epilogue, whole_rounds, &out);
+    plan.launch(a, b, added.bias.clone(), epilogue, &out);
     Some(out)
 }
 
 /// Adds `a * b` to `sum`, f32 `[m, n]`; false where it does not: something else holds `sum`, there
-/// are gaps in it, or for the reasons that [`hopper_product`] has.
-pub(super) fn hopper_product_into<R: CubeRuntime>(
-    sum: &mut CubeTensor<R>,
-    a: &CubeTensor<R>,
-    b: &CubeTensor<R>,
-) -> bool {
+/// are gaps in it, or for the reasons that [`cuda_product`] has.
+pub(super) fn cuda_product_into<R: CubeRuntime>(sum: &mut CubeTensor<R>, a: &CubeTensor<R>, b: &CubeTensor<R>) -> bool {
     if !takes_sums(sum, [a.meta.shape()[0], b.meta.shape()[1]]) {
         return false;
     }
@@ -316,8 +367,8 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
     }
     let epilogue = Epilogue::Sums(true, None);
     match plan(a, b, None, DType::F32, &epilogue) {
-        Some((kernel, whole_rounds)) => {
-            kernel.launch(a, b, None, epilogue, whole_rounds, sum);
+        Some(plan) => {
+            plan.launch(a, b, None, epilogue, sum);
             true
         }
         None => false,
@@ -326,8 +377,8 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
 
 /// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`, f32 `[m]`, where `a` is of 16 bits and contiguous along M:
 /// the launch computes those over each stage, and another one adds them up. None for the reasons
-/// that [`hopper_product_into`] has.
-pub(super) fn hopper_product_and_row_sums<R: CubeRuntime>(
+/// that [`cuda_product_into`] has.
+pub(super) fn cuda_product_and_row_sums<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     sum: Option<&mut CubeTensor<R>>,
@@ -339,14 +390,15 @@ pub(super) fn hopper_product_and_row_sums<R: CubeRuntime>(
         None => None,
     };
     let [m, k, n] = [shape[0], a.meta.shape()[1], shape[1]];
-    if Numbers::half(a.dtype).is_none() || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+    if Numbers::half(a.dtype).is_none() || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
-    let row_sums = empty(a, [k.div_ceil(DEPTH), m], DType::F32);
+    let depth = if cuda::takes(a, Arch::Sm90) { DEPTH } else { ampere::DEPTH };
+    let row_sums = empty(a, [k.div_ceil(depth), m], DType::F32);
     let epilogue = Epilogue::Sums(adds, Some(row_sums.clone()));
-    let (kernel, whole_rounds) = plan(a, b, None, DType::F32, &epilogue)?;
+    let plan = plan(a, b, None, DType::F32, &epilogue)?;
     let out = sum.unwrap_or_else(|| empty(a, shape, DType::F32));
-    kernel.launch(a, b, None, epilogue, whole_rounds, &out);
+    plan.launch(a, b, None, epilogue, &out);
     Some([out, sum_over_rows(row_sums)])
 }
 
@@ -371,23 +423,28 @@ fn f32_product<R: CubeRuntime>(
     let reads = numbers == Numbers::SplitF32 || k.is_multiple_of(4);
     // Kernels count elements in 32 bits, also those of what is split, which are twice as many.
     let countable = m.max(n).saturating_mul(2 * k.next_multiple_of(F32_DEPTH)) < 1 << 32;
-    if !route::takes_hopper(a, DType::F32, [m, n, k]) || !reads || !countable || !n.is_multiple_of(2) {
+    if !route::takes_cuda(a, DType::F32, [m, n, k]) || !reads || !countable || !n.is_multiple_of(2) {
         return None;
     }
-    let clusters = (multiprocessors(a) / BLOCKS) as usize;
-    let depth = DEPTH * numbers.stages(k);
-    let Tiles { columns, whole_rounds } = tiles([m, n, depth], clusters, false, |columns| fits_f32(columns, numbers))?;
-    let kernel = GemmHopper::of_f32(numbers, columns);
-    if !works(a, kernel) {
-        return None;
-    }
+    let traits = Traits { out_f32: true, ..Traits::plain(numbers) };
+    let plan = match cuda::takes(a, Arch::Sm90) {
+        true => {
+            let depth = DEPTH * numbers.stages_of(k, 2 * DEPTH);
+            let clusters = (multiprocessors(a) / BLOCKS) as usize;
+            let allowed = |columns| fits_f32(columns, numbers);
+            HopperPlan::new(a, traits, tiles([m, n, depth], clusters, false, allowed)?)?
+        }
+        // Elsewhere f32 units are faster than three products.
+        false if numbers == Numbers::SplitF32 && !cuda::has_fast_tf32(a) => return None,
+        false => Plan::Ampere(ampere::plan(a, traits, [m, n, k.next_multiple_of(F32_DEPTH)])?),
+    };
     let [a, b] = [a.clone(), transposed(b.clone())].map(|x| match numbers {
         Numbers::SplitF32 => split(in_runs_of_k(x)),
         _ => in_runs_of_k(x),
     });
     let epilogue = Epilogue::Sums(sum.is_some(), None);
     let out = sum.cloned().unwrap_or_else(|| empty(&a, [m, n], DType::F32));
-    kernel.launch(&a, &transposed(b), None, epilogue, whole_rounds, &out);
+    plan.launch(&a, &transposed(b), None, epilogue, &out);
     Some(out)
 }
 
@@ -399,8 +456,8 @@ fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     x
 }
 
-/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved; otherwise as [`hopper_product`].
-pub(super) fn hopper_activate<R: CubeRuntime>(
+/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved; otherwise as [`cuda_product`].
+pub(super) fn cuda_product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     bias: Option<&CubeTensor<R>>,
@@ -409,20 +466,20 @@ pub(super) fn hopper_activate<R: CubeRuntime>(
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
     let (kind, gated) = numbered(activation)?;
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
-    if Numbers::half(a.dtype).is_none() || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+    if Numbers::half(a.dtype).is_none() || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
     let slopes = saves.then(|| empty(a, [m, n], a.dtype));
     let epilogue = Epilogue::Activation(kind, gated, slopes.clone());
-    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &epilogue)?;
+    let plan = plan(a, b, bias, a.dtype, &epilogue)?;
     let out = empty(a, [m, activation.output_width(n)], a.dtype);
-    kernel.launch(a, b, bias.cloned(), epilogue, whole_rounds, &out);
+    plan.launch(a, b, bias.cloned(), epilogue, &out);
     Some((out, slopes))
 }
 
 /// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]` of a gated activation, by both halves of which the product is
-/// multiplied; otherwise as [`hopper_product`].
-pub(super) fn hopper_product_by_slopes<R: CubeRuntime>(
+/// multiplied; otherwise as [`cuda_product`].
+pub(super) fn cuda_product_by_slopes<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     slopes: &CubeTensor<R>,
@@ -431,9 +488,9 @@ pub(super) fn hopper_product_by_slopes<R: CubeRuntime>(
         return None;
     }
     let epilogue = Epilogue::Slopes(slopes.clone());
-    let (kernel, whole_rounds) = plan(a, b, None, a.dtype, &epilogue)?;
+    let plan = plan(a, b, None, a.dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], slopes.meta.shape()[1]], a.dtype);
-    kernel.launch(a, b, None, epilogue, whole_rounds, &out);
+    plan.launch(a, b, None, epilogue, &out);
     Some(out)
 }
 
@@ -448,17 +505,38 @@ fn numbered(activation: Activation) -> Option<(usize, bool)> {
     }
 }
 
-/// The kernel for a product, if there is one that works, and how many tiles each cluster computes
-/// as a whole.
+/// The kernel for a product, and how it is cut.
+enum Plan {
+    Hopper(HopperPlan),
+    Ampere(ampere::AmperePlan),
+}
+
+impl Plan {
+    fn launch<R: CubeRuntime>(
+        self,
+        a: &CubeTensor<R>,
+        b: &CubeTensor<R>,
+        bias: Option<CubeTensor<R>>,
+        epilogue: Epilogue<R>,
+        out: &CubeTensor<R>,
+    ) {
+        match self {
+            Self::Hopper(plan) => plan.launch(a, b, bias, epilogue, out),
+            Self::Ampere(plan) => plan.launch(a, b, bias, epilogue, out),
+        }
+    }
+}
+
+/// The kernel for a product, if there is one that works.
 fn plan<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     bias: Option<&CubeTensor<R>>,
     dtype: DType,
     epilogue: &Epilogue<R>,
-) -> Option<(GemmHopper, usize)> {
+) -> Option<Plan> {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
-    if a.dtype != b.dtype || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+    if a.dtype != b.dtype || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
     let out_f32 = dtype == DType::F32;
@@ -476,6 +554,16 @@ fn plan<R: CubeRuntime>(
     if row_sums && a_axis != 0 {
         return None;
     }
+    let numbers = Numbers::half(a.dtype)?;
+    let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
+    let traits = Traits { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes };
+    if !cuda::takes(a, Arch::Sm90) {
+        // Chunks of 16 bytes are in the matrix or not.
+        let whole = |x: &CubeTensor<R>, axis: usize| (x.meta.shape()[axis] * x.dtype.size()).is_multiple_of(16);
+        let n = if gated { n / 2 } else { n };
+        let plan = || ampere::plan(a, traits, [m, n, k]).map(Plan::Ampere);
+        return if whole(a, a_axis) && whole(b, b_axis) { plan() } else { None };
+    }
     // Of what has two halves all tiles are whole.
     let halves = gated || slopes == 2;
     // Columns of a tile that drops have one high half.
@@ -483,53 +571,56 @@ fn plan<R: CubeRuntime>(
     let allowed = |columns: usize| {
         fits(columns, gated, dropout) && (!halves || n.is_multiple_of(columns)) && (!dropout || one_half(columns))
     };
-    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, row_sums, allowed)?;
-    let numbers = Numbers::half(a.dtype)?;
-    let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel =
-        GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes };
-    works(a, kernel).then_some((kernel, whole_rounds))
+    HopperPlan::new(a, traits, tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, row_sums, allowed)?)
 }
 
-impl GemmHopper {
+/// A kernel for Hopper, and how many tiles each cluster computes as a whole.
+struct HopperPlan {
+    kernel: GemmHopper,
+    whole_rounds: usize,
+}
+
+impl HopperPlan {
+    /// If the kernel works on the device of `x`.
+    fn new<R: CubeRuntime>(x: &CubeTensor<R>, traits: Traits, tiles: Tiles) -> Option<Plan> {
+        let Tiles { columns, whole_rounds } = tiles;
+        let kernel = GemmHopper { traits, columns };
+        works(x, kernel).then_some(Plan::Hopper(Self { kernel, whole_rounds }))
+    }
+
     fn launch<R: CubeRuntime>(
         self,
         a: &CubeTensor<R>,
         b: &CubeTensor<R>,
         bias: Option<CubeTensor<R>>,
         epilogue: Epilogue<R>,
-        whole_rounds: usize,
         out: &CubeTensor<R>,
     ) {
+        let Self { kernel, whole_rounds } = self;
+        let traits = kernel.traits;
         let [m, mut k, mut n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
-        if self.activation == 0 {
-            n /= self.slopes.max(1);
+        if traits.activation == 0 {
+            n /= traits.slopes.max(1);
         }
-        if self.numbers == Numbers::SplitF32 {
+        if traits.numbers == Numbers::SplitF32 {
             k /= 2;
         }
         let clusters = multiprocessors(a) / BLOCKS;
-        let (a_axis, a_box) = if self.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
-        let (b_axis, b_box) = if self.b_major_n { (1, DEPTH / 2) } else { (0, self.columns / 2) };
+        let (a_axis, a_box) = if traits.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
+        let (b_axis, b_box) = if traits.b_major_n { (1, DEPTH / 2) } else { (0, kernel.columns / 2) };
         let arguments = Arguments::default().map(a, a_axis, a_box).map(b, b_axis, b_box);
         let bias = bias.map(contiguous);
         let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
         let dropout = epilogue.dropout();
-        // What else is read or written, as large as the result or as the sums of rows.
-        let (adds, other) = match epilogue {
-            Epilogue::Sums(adds, row_sums) => (adds, row_sums),
-            Epilogue::Residual(_, residual) => (residual.is_some(), residual),
-            Epilogue::Activation(.., slopes) => (false, slopes),
-            Epilogue::Slopes(slopes) => (true, Some(slopes)),
-        };
-        let arguments = match self.out_f32 {
+        let (adds, other) = epilogue.other();
+        let arguments = match traits.out_f32 {
             true => arguments.pointer(out).pointer(other.as_ref().unwrap_or(out)),
             false => {
                 let arguments = arguments.map(out, 1, ROWS).map(other.as_ref().unwrap_or(out), 1, ROWS);
                 arguments.pointer(bias.as_ref().unwrap_or(out))
             }
         };
-        let tiles = m.div_ceil(BLOCKS as usize * CONSUMERS * ROWS) * n.div_ceil(self.out_columns());
+        let tiles = m.div_ceil(BLOCKS as usize * CONSUMERS * ROWS) * n.div_ceil(kernel.out_columns());
         let [partial, ready] = match tiles > whole_rounds * clusters as usize {
             true => cut_buffers(a, clusters as usize),
             false => [out.clone(), out.clone()],
@@ -541,7 +632,7 @@ impl GemmHopper {
         // are read and written in pairs below m and n, where n is even and
         // `out` has no gaps and begins at a pair, the sums of rows over each stage below m, of which there are as many, and the bias is read below the columns of `b`, of which `plan` found it to have
         // as many; each consumer of each block has a place of its own for what it leaves of a tile.
-        unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
+        unsafe { cuda::launch(a, kernel, clusters * BLOCKS, arguments) };
     }
 }
 
@@ -578,26 +669,8 @@ fn cut_buffers<R: CubeRuntime>(like: &CubeTensor<R>, clusters: usize) -> [CubeTe
 /// Whether the kernel runs on the device of `x`: tried on a product of one tile.
 fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
     cuda::works(x, &kernel, "products take the portable kernels", || {
-        let matrix = |[rows, columns]: [usize; 2], transposed: bool| {
-            let mut x = empty(x, if transposed { [columns, rows] } else { [rows, columns] }, x.dtype);
-            if transposed {
-                x.meta.swap(0, 1);
-            }
-            x
-        };
-        let a = matrix([BLOCKS as usize * CONSUMERS * ROWS, DEPTH], kernel.a_major_m);
-        let b = matrix([DEPTH, kernel.columns], !kernel.b_major_n);
-        let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
-        let GemmHopper { activation, gated, .. } = kernel;
-        let rows = a.meta.shape()[0];
-        let slopes = (kernel.slopes > 0).then(|| empty(x, [rows, kernel.slopes * kernel.out_columns()], dtype));
-        let (epilogue, halves) = match slopes {
-            _ if kernel.out_f32 => (Epilogue::Sums(false, kernel.row_sums.then(|| empty(x, [1, rows], DType::F32))), 1),
-            slopes if activation > 0 => (Epilogue::Activation(activation, gated, slopes), 1),
-            Some(slopes) => (Epilogue::Slopes(slopes), kernel.slopes),
-            None => (Epilogue::Residual(None, None), 1),
-        };
-        let out = empty(x, [rows, halves * kernel.out_columns()], dtype);
-        kernel.launch(&a, &b, None, epilogue, 1, &out);
+        let sizes = [BLOCKS as usize * CONSUMERS * ROWS, kernel.columns, DEPTH];
+        let ([a, b], out, epilogue) = kernel.traits.operands(x, sizes, 1);
+        HopperPlan { kernel, whole_rounds: 1 }.launch(&a, &b, None, epilogue, &out);
     })
 }
