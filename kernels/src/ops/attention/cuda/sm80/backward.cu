@@ -29,6 +29,39 @@ constexpr int D_COLUMN_WARPS = HEAD_DIM / 32, D_QUERIES = QUERIES / (WARPS / D_C
 constexpr int KV_BYTES = KEYS * HEAD_DIM * 2, Q_BYTES = QUERIES * HEAD_DIM * 2, STATISTICS_BYTES = QUERIES * 8;
 constexpr int STAGE_BYTES = 2 * Q_BYTES + STATISTICS_BYTES, SCORES_BYTES = KEYS * QUERIES * 2;
 
+// sums += a b over STEPS times 16 of K: blocks of 16 rows and of 16 columns, whose fragments are loaded
+// a step ahead.
+template <int STEPS, int LEFT, int RIGHT, class LoadLeft, class LoadRight>
+__device__ __forceinline__ void pipelined(float (&sums)[LEFT][2 * RIGHT][4], LoadLeft load_left, LoadRight load_right) {
+    u32 a[2][LEFT][4], b[2][RIGHT][4];
+    auto load = [&](int step) {
+        #pragma unroll
+        for (int i = 0; i < LEFT; i++) {
+            load_left(a[step % 2][i], i, step);
+        }
+        #pragma unroll
+        for (int j = 0; j < RIGHT; j++) {
+            load_right(b[step % 2][j], j, step);
+        }
+    };
+    load(0);
+    #pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        if (step + 1 < STEPS) {
+            load(step + 1);
+        }
+        #pragma unroll
+        for (int j = 0; j < RIGHT; j++) {
+            const u32(&right)[4] = b[step % 2][j];
+            #pragma unroll
+            for (int i = 0; i < LEFT; i++) {
+                multiply(sums[i][2 * j], a[step % 2][i], right[0], right[1]);
+                multiply(sums[i][2 * j + 1], a[step % 2][i], right[2], right[3]);
+            }
+        }
+    }
+}
+
 struct Launch {
     Info info;
     Strides q, k, v, grad, d_q, d_k, d_v;
@@ -257,24 +290,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (int i = 0; i < KEY_BLOCKS; i++) {
                     clear(sums[i]);
                 }
-                #pragma unroll
-                for (int step = 0; step < HEAD_DIM / 16; step++) {
-                    u32 a[KEY_BLOCKS][4];
-                    #pragma unroll
-                    for (int i = 0; i < KEY_BLOCKS; i++) {
-                        lane.left<KEYS>(a[i], of_keys + own_keys * ROW, i * 16, step);
-                    }
-                    #pragma unroll
-                    for (int j = 0; j < QUERY_BLOCKS / 2; j++) {
-                        u32 b[4];
-                        lane.right<QUERIES>(b, of_queries + first_query * ROW, j * 16, step);
-                        #pragma unroll
-                        for (int i = 0; i < KEY_BLOCKS; i++) {
-                            multiply(sums[i][2 * j], a[i], b[0], b[1]);
-                            multiply(sums[i][2 * j + 1], a[i], b[2], b[3]);
-                        }
-                    }
-                }
+                pipelined<HEAD_DIM / 16, KEY_BLOCKS, QUERY_BLOCKS / 2>(
+                    sums, [&](u32(&a)[4], int i, int step) { lane.left<KEYS>(a, of_keys + own_keys * ROW, i * 16, step); },
+                    [&](u32(&b)[4], int j, int step) { lane.right<QUERIES>(b, of_queries + first_query * ROW, j * 16, step); });
             };
             multiply_scores(scores, shared.k(), shared.q(stage));
             multiply_scores(d_scores, shared.v(), shared.grad(stage));
@@ -361,24 +379,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             int first_column = other * WARP_COLUMNS;
             Lane of_columns = lane.from_column(first_column), of_d_columns = lane.from_column(d_columns), of_d_queries = lane.from_column(d_queries);
             auto multiply_keys = [&](float(&of_keys)[KEY_BLOCKS][COLUMN_BLOCKS][4], u32 left_tile, u32 right_tile) {
-                #pragma unroll
-                for (int step = 0; step < QUERIES / 16; step++) {
-                    u32 a[KEY_BLOCKS][4];
-                    #pragma unroll
-                    for (int i = 0; i < KEY_BLOCKS; i++) {
-                        lane.left<KEYS>(a[i], left_tile + own_keys * ROW, i * 16, step);
-                    }
-                    #pragma unroll
-                    for (int j = 0; j < COLUMN_BLOCKS / 2; j++) {
-                        u32 b[4];
-                        of_columns.right_transposed<QUERIES>(b, right_tile + first_column / 64 * QUERIES * ROW, step * 16, j);
-                        #pragma unroll
-                        for (int i = 0; i < KEY_BLOCKS; i++) {
-                            multiply(of_keys[i][2 * j], a[i], b[0], b[1]);
-                            multiply(of_keys[i][2 * j + 1], a[i], b[2], b[3]);
-                        }
-                    }
-                }
+                right_tile += first_column / 64 * QUERIES * ROW;
+                pipelined<QUERIES / 16, KEY_BLOCKS, COLUMN_BLOCKS / 2>(
+                    of_keys, [&](u32(&a)[4], int i, int step) { lane.left<KEYS>(a, left_tile + own_keys * ROW, i * 16, step); },
+                    [&](u32(&b)[4], int j, int step) { of_columns.right_transposed<QUERIES>(b, right_tile, step * 16, j); });
             };
             multiply_keys(d_value, shared.scores(), shared.grad(stage));
             multiply_keys(d_key, shared.d_scores(), shared.q(stage));
@@ -388,35 +392,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 clear(d_query[i]);
             }
             u32 left_tile = shared.d_scores() + d_queries / 64 * KEYS * ROW, right_tile = shared.k() + d_columns / 64 * KEYS * ROW;
-            #pragma unroll
-            for (int step = 0; step < KEYS / 16; step++) {
-                u32 a[D_BLOCKS][4];
-                #pragma unroll
-                for (int i = 0; i < D_BLOCKS; i++) {
-                    of_d_queries.left_transposed<KEYS>(a[i], left_tile, step * 16, i);
-                }
-                #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    u32 b[4];
-                    of_d_columns.right_transposed<KEYS>(b, right_tile, step * 16, j);
-                    #pragma unroll
-                    for (int i = 0; i < D_BLOCKS; i++) {
-                        multiply(d_query[i][2 * j], a[i], b[0], b[1]);
-                        multiply(d_query[i][2 * j + 1], a[i], b[2], b[3]);
-                    }
-                }
-            }
+            pipelined<KEYS / 16, D_BLOCKS, 2>(
+                d_query, [&](u32(&a)[4], int i, int step) { of_d_queries.left_transposed<KEYS>(a, left_tile, step * 16, i); },
+                [&](u32(&b)[4], int j, int step) { of_d_columns.right_transposed<KEYS>(b, right_tile, step * 16, j); });
             int kind = load_int(shared.kind());
             float* own = sums + of_tile * (QUERIES * HEAD_DIM) + threadIdx.x;
-            #pragma unroll
-            for (int i = 0; i < D_BLOCKS * 16; i++) {
-                float& value = d_query[i / 16][i / 4 % 4][i % 4];
-                if (kind == STORE) {
-                    __stcg(own + i * THREADS, value);
-                } else if (kind == ADD) {
-                    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(own + i * THREADS), "f"(value) : "memory");
-                } else if (kind == FINISH) {
-                    value += __ldcg(own + i * THREADS);
+            constexpr int OWN = D_BLOCKS * 16;
+            auto value_of = [&](int i) -> float& { return d_query[i / 16][i / 4 % 4][i % 4]; };
+            if (kind == ADD) {
+                #pragma unroll
+                for (int i = 0; i < OWN; i++) {
+                    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(own + i * THREADS), "f"(value_of(i)) : "memory");
+                }
+            } else if (kind == STORE) {
+                #pragma unroll
+                for (int i = 0; i < OWN; i++) {
+                    __stcg(own + i * THREADS, value_of(i));
+                }
+            } else if (kind == FINISH) {
+                // Half of them at once, for which there are registers.
+                #pragma unroll
+                for (int first = 0; first < OWN; first += 16) {
+                    float more[16];
+                    #pragma unroll
+                    for (int i = 0; i < 16; i++) {
+                        more[i] = __ldcg(own + (first + i) * THREADS);
+                    }
+                    #pragma unroll
+                    for (int i = 0; i < 16; i++) {
+                        value_of(first + i) += more[i];
+                    }
                 }
             }
             if (kind >= FINISH) {
