@@ -190,12 +190,12 @@ fn features<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<Features> {
 
 /// Whether the device of `x` uses the kernels of `arch`.
 pub(crate) fn takes<R: CubeRuntime>(x: &CubeTensor<R>, arch: Arch) -> bool {
-    features(x).is_some_and(|features| features.arch == Some(arch))
+    family(x) == Some(arch)
 }
 
-/// Whether the device of `x` uses the kernels of any family.
-pub(crate) fn has_family<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
-    features(x).is_some_and(|features| features.arch.is_some())
+/// The family whose kernels the device of `x` uses.
+pub(crate) fn family<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<Arch> {
+    features(x).and_then(|features| features.arch)
 }
 
 /// Maximum shared memory of a block on the device of `x`, in bytes.

@@ -35,7 +35,9 @@ pub fn cuda_sources() -> Vec<CudaSource> {
     let of_hopper =
         Arch::Sm90.targets().iter().flat_map(|target| hopper.concat().into_iter().map(move |it| named(target, it)));
     let of_ampere = Arch::Sm80.targets().iter().flat_map(|target| {
-        let sources = linear::ampere_sources(target.shared_bytes).chain(attention::ampere_sources(target.shared_bytes));
+        let sources = linear::ampere_sources(target.shared_bytes)
+            .chain(attention::ampere_sources(target.shared_bytes))
+            .chain(norm::ampere_sources(target.shared_bytes));
         sources.map(move |it| named(target, it))
     });
     of_hopper.chain(of_ampere).collect()
@@ -45,7 +47,7 @@ pub fn cuda_sources() -> Vec<CudaSource> {
 const FAMILIES: [(&str, &[Arch]); 6] = [
     ("linear", &[Arch::Sm80, Arch::Sm90]),
     ("attention", &[Arch::Sm80, Arch::Sm90]),
-    ("norm", &[Arch::Sm90]),
+    ("norm", &[Arch::Sm80, Arch::Sm90]),
     ("head_loss", &[Arch::Sm90]),
     ("head_sample", &[Arch::Sm90]),
     ("decode_step", &[Arch::Sm90]),

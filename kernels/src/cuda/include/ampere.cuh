@@ -3,6 +3,16 @@
 //
 // PTX ISA, sections 9.7.9.25.3 (cp.async) and 9.7.14.5 (mma).
 
+// The name of an operation's kernel.
+#define KERNEL_OF(operation) operation##_ampere
+#define HAS_TMA 0
+
+// Where a block's shared memory begins: at a multiple of 128 bytes.
+__device__ __forceinline__ u32 shared_base() {
+    extern __shared__ __align__(128) unsigned char memory[];
+    return shared_address(memory);
+}
+
 // ---- cp.async: 16 bytes from memory to shared memory.
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from) {

@@ -3,6 +3,11 @@
 //
 // PTX ISA, sections 9.7.13 (mbarrier), 9.7.9.25 (cp.async.bulk.tensor) and 9.7.15 (wgmma).
 
+// The name of an operation's kernel.
+#define KERNEL_OF(operation) operation##_hopper
+// Whether tiles are brought by TMA.
+#define HAS_TMA 1
+
 // A CUtensorMap: the layout of a matrix, and the box of one copy.
 struct alignas(64) TensorMap {
     u64 words[16];

@@ -94,7 +94,7 @@ pub(crate) fn takes_cuda<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n,
     let many = m >= TILE && m * n * k > MOST_SMALL;
     let large = n >= TILE && if dtype == DType::F32 { many } else { dtype.size() == 2 && (few || many) };
     #[cfg(feature = "cuda")]
-    return large && cuda::has_family(x);
+    return large && cuda::family(x).is_some();
     #[cfg(not(feature = "cuda"))]
     {
         let _ = (x, large);

@@ -219,7 +219,7 @@ impl<R: CubeRuntime> Fused<R> {
         if !(sizes && numbers && heads.iter().all(reads)) {
             return None;
         }
-        let arch = [Arch::Sm90, Arch::Sm80].into_iter().find(|arch| cuda::takes(x, *arch))?;
+        let arch = cuda::family(x)?;
         let integers = |ints: &CubeTensor<R>| (ints.dtype == DType::I32).then(|| contiguous(ints.clone()));
         let (mask, window, ints) = match mask {
             CubeMask::None => (Mask::Every, None, None),
