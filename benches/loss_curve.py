@@ -27,7 +27,7 @@ def show(name, half, full):
     differences = [a - b for a, b in zip(half, full, strict=True)]
     magnitudes, last = [abs(difference) for difference in differences], differences[-max(1, len(differences) // 4):]
     print(json.dumps({
-        "what": f"loss in bf16 beside f32, {name}", "steps": len(differences), "mean": sum(magnitudes) / len(magnitudes),
+        "what": f"loss in bf16 against f32, {name}", "steps": len(differences), "mean": sum(magnitudes) / len(magnitudes),
         "largest": max(magnitudes), "last_quarter": sum(last) / len(last),
     }), flush=True)
 

@@ -12,31 +12,33 @@ use crate::failure::Failure;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// Matrices of a GGUF file or a quantized checkpoint in the formats that it stores them in, activations in 16 bits where
-    /// supported, else f32. Any other model in f32. Not for training.
+    /// Quantized weights as the file stores them, with activations in 16 bits where the device
+    /// supports them; any other model in f32. Not for training.
     Auto,
     /// Single precision.
     F32,
-    /// Single precision, with products in TF32: large ones take a third of the time, with relative
+    /// f32, with matrix products in TF32: large ones are about three times as fast, with relative
     /// errors of 1e-3. CUDA only.
     Tf32,
     /// bfloat16, accumulated in f32.
     Bf16,
-    /// Half precision, accumulated in f32. Not for training: gradients underflow.
+    /// float16, accumulated in f32. Not for training: gradients underflow.
     F16,
-    /// INT8 matrices with a scale per output row, activations in bf16 where supported, else f32.
+    /// INT8 weights with one scale per row, activations in bf16 where supported, else f32.
     /// Not for training.
     Int8,
-    /// Matrices of 4 bits with a scale for 32 weights, found by a search; activations as with int8. Not for training.
+    /// 4-bit weights with one scale per group of 32, searched for the least error; activations as
+    /// for int8. Not for training.
     Int4,
-    /// The same with a scale for 128 weights.
+    /// The same in groups of 128: smaller, less accurate. Not for training.
     #[serde(rename = "int4-128")]
     #[value(name = "int4-128")]
     Int4x128,
-    /// Matrices of FP8 (E4M3) with a scale for 128 weights; activations as with int8. Not for training.
-    Fp8,
-    /// Matrices of NF4, quantiles of a normal distribution, with a scale for 64 weights; activations as with int8. Not for
+    /// FP8 (E4M3) weights with one scale per group of 128; activations as for int8. Not for
     /// training.
+    Fp8,
+    /// NF4 weights (4-bit NormalFloat, as in QLoRA) with one scale per block of 64; activations as
+    /// for int8. Not for training.
     Nf4,
 }
 
@@ -85,7 +87,8 @@ impl Precision {
         matches!(self, Self::F32 | Self::Tf32 | Self::Bf16)
     }
 
-    /// Reads a model, its matrices and activations in this precision. `progress` is told how many bytes of how many are read.
+    /// Reads a model, its matrices and activations in this precision. `progress` is told how many
+    /// bytes of how many are read.
     ///
     /// # Errors
     /// If a file is missing or damaged, or the device lacks the precision.
@@ -111,15 +114,16 @@ impl Precision {
         Ok(model.with_activations(activations).with_f32_products(self.f32_products()))
     }
 
-    /// The dtype of activations for matrices as they are stored: that of most of them, if the device has it.
+    /// The dtype of activations for matrices as they are stored: that of most of them, if the
+    /// device has it.
     fn of_stored<B: Backend>(files: &ModelFolder, device: &B::Device) -> Result<FloatDType, Failure> {
         let most = files.encodings()?.into_iter().next().map(|(name, _)| name);
         let half = if most.as_deref() == Some("F16") { FloatDType::F16 } else { FloatDType::BF16 };
         Ok(if has::<B>(device, half) { half } else { FloatDType::F32 })
     }
 
-    /// What a model's matrices are computed with, for messages: formats and their megabytes where they stay as they are
-    /// stored.
+    /// What a model's matrices are computed with, for messages: formats and their megabytes where
+    /// they stay as they are stored.
     pub(crate) fn described(self, files: &ModelFolder) -> Result<String, Failure> {
         if self != Self::Auto {
             return Ok(self.name().into());

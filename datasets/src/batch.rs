@@ -17,13 +17,15 @@ pub struct TokenBatch {
     targets: Vec<i32>,
     /// The token that ends a document, where documents are found by it.
     end: Option<u32>,
-    /// Where documents are to be told apart, for each token the place in its row where its document begins.
+    /// Where documents are to be told apart, for each token the place in its row where its document
+    /// begins.
     starts: Option<Vec<i32>>,
     seq_length: usize,
 }
 
 impl TokenBatch {
-    /// Concatenated rows of `seq_length` tokens, and a target for each token, or [`IGNORED_TARGET`].
+    /// Concatenated rows of `seq_length` tokens, and a target for each token, or
+    /// [`IGNORED_TARGET`].
     ///
     /// # Errors
     /// If the rows are incomplete, or the number of targets differs.
@@ -74,8 +76,9 @@ impl TokenBatch {
         Self { starts: Some(Vec::new()), ..Self::empty(seq_length) }
     }
 
-    /// Adds a row of several sequences, each with a flag a token that says whether it is predicted. No sequence sees another, and
-    /// the last token of each is only a target. What does not fit is cut off; what is left of the row does not count.
+    /// Adds a row of several sequences, each with a flag a token that says whether it is predicted.
+    /// No sequence sees another, and the last token of each is only a target. What does not fit is
+    /// cut off; what is left of the row does not count.
     ///
     /// # Panics
     /// If the batch is not [`packed`](Self::packed), or a sequence has not as many flags as tokens.

@@ -36,7 +36,8 @@ impl RangeEncoder {
         self.mark
     }
 
-    /// The tokens of a text, without those that a post-processor adds, each with its range of bytes.
+    /// The tokens of a text, without those that a post-processor adds, each with its range of
+    /// bytes.
     ///
     /// # Errors
     /// If the text holds what the vocabulary lacks.

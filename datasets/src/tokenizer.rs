@@ -618,7 +618,7 @@ mod tests {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/tokenizer_kinds.json");
         let golden: serde_json::Value =
             serde_json::from_str(&std::fs::read_to_string(path).expect("a golden file")).expect("JSON");
-        let samples: Vec<String> = serde_json::from_value(golden["texts"].clone()).expect("strings");
+        let samples: Vec<String> = serde_json::from_value(golden["samples"].clone()).expect("strings");
         let (mut wrong, mut continuations) = (Vec::new(), 0);
         let cases = golden["cases"].as_array().expect("cases");
         for case in cases {

@@ -35,16 +35,16 @@ pub struct WrittenGguf {
 }
 
 impl ModelFolder {
-    /// Writes the model as a GGUF file `out` with matrices in `kind`, with llama.cpp's tensor names and
-    /// row order. `keys` are additional metadata: the model's name and its tokenizer. `progress` gets
-    /// the number of values written and the total.
+    /// Writes the model as a GGUF file `out` with matrices in `kind`, with llama.cpp's tensor names
+    /// and row order. `keys` are additional metadata: the model's name and its tokenizer.
+    /// `progress` gets the number of values written and the total.
     ///
-    /// The file is written under a temporary name, synced and renamed. The host holds a few megabytes
-    /// at a time, or one whole tensor if it is stored transposed.
+    /// The file is written under a temporary name, synced and renamed. The host holds a few
+    /// megabytes at a time, or one whole tensor if it is stored transposed.
     ///
     /// # Errors
-    /// As [`load`](Self::load), and if GGUF cannot express the model, `kind` cannot store a value, or
-    /// the file system fails.
+    /// As [`load`](Self::load), and if GGUF cannot express the model, `kind` cannot store a value,
+    /// or the file system fails.
     pub fn export_gguf<B: Backend>(
         &self,
         kind: GgufKind,

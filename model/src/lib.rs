@@ -17,6 +17,26 @@
 //! assert_eq!(model.logits(hidden).dims(), [2, 3, 100]);
 //! # Ok::<(), fireclay_model::ConfigError>(())
 //! ```
+//!
+//! Prompts of different lengths share a batch, and token ids stay on the device:
+//!
+//! ```
+//! use burn::backend::NdArray;
+//! use fireclay_kernels::{SampledRows, Sampling};
+//! use fireclay_model::{Transformer, TransformerConfig};
+//!
+//! let device = Default::default();
+//! let config = TransformerConfig::qwen3(1000, 64, 32, 2, 4, 16).with_n_kv_heads(2);
+//! let model: Transformer<NdArray> = config.init(1, &device)?;
+//! let mut cache = model.cache(256); // room for 256 tokens in all
+//! let rows = [cache.add_row(), cache.add_row()];
+//! let greedy = SampledRows::new(&[Sampling::greedy().into(); 2], &device);
+//! let hidden = model.prefill(&[(rows[0], &[5, 6, 7][..]), (rows[1], &[8][..])], &mut cache);
+//! let tokens = model.sample(hidden, &greedy, None, &cache);
+//! let hidden = model.decode(tokens, &rows, &mut cache);
+//! assert_eq!(hidden.states().dims(), [2, 32]);
+//! # Ok::<(), fireclay_model::ConfigError>(())
+//! ```
 
 mod adapter;
 mod attention;

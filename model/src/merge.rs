@@ -1,4 +1,4 @@
-//! A model's folder with an adapter merged into it.
+//! A model folder with an adapter merged into it.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use crate::synced::write_synced;
 use crate::tensor_files::TensorFiles;
 use crate::weights::{CONFIG, ModelFolder, Part, Plan, WEIGHTS};
 
-/// A tensor as it is written: read and changed when its turn comes, so that the host holds one at a time.
+/// A tensor that is read and updated when it is written, so that the host holds one at a time.
 struct Merged<'a> {
     files: &'a TensorFiles,
     stored: StoredTensor,
@@ -39,7 +39,8 @@ impl View for Merged<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        // Checked before the first is written, but for a disk that fails meanwhile: safetensors has no way to say so.
+        // Everything was checked before the first tensor was written. Only a failing disk gets
+        // here, and safetensors' trait cannot return an error.
         let values = self.values().unwrap_or_else(|error| panic!("{error}"));
         let bytes = match self.dtype {
             Dtype::BF16 => values.iter().flat_map(|value| bf16::from_f32(*value).to_le_bytes()).collect(),
@@ -55,7 +56,7 @@ impl View for Merged<'_> {
 }
 
 impl Merged<'_> {
-    /// Whether the update fits.
+    /// Checks that the update fits the tensor.
     fn check(&self) -> Result<(), String> {
         let mut shape = self.shape.clone();
         if self.transposed {
@@ -69,7 +70,7 @@ impl Merged<'_> {
             return Ok(values.clone());
         }
         let mut values = vec![0.0; self.shape.iter().product()];
-        // What is not changed stays as it is stored.
+        // An unchanged tensor is not transposed.
         self.files.read::<f32>(&self.stored, self.transposed && self.update.is_some(), &mut values, &mut |_| {})?;
         let Some(update) = self.update else { return Ok(values) };
         let mut shape = self.shape.clone();
@@ -87,11 +88,12 @@ fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
 }
 
 impl ModelFolder {
-    /// Writes `config.json` and `model.safetensors` of this folder's model, its adapter merged (see
-    /// [`with_adapter`](Self::with_adapter)), each tensor in the dtype that it is stored as, 16 or 32 bits.
+    /// Writes `config.json` and `model.safetensors` of this folder's model with its adapter merged
+    /// (see [`with_adapter`](Self::with_adapter)). Each tensor keeps its dtype, of 16 or 32 bits.
     ///
     /// # Errors
-    /// If a file is missing or damaged, this is a GGUF file, the adapter does not fit, or the file system refuses.
+    /// If a file is missing or damaged, this is a GGUF file, the adapter does not fit, or the file
+    /// system fails.
     pub fn save_merged<B: Backend>(&self, out: &Path, device: &B::Device) -> Result<(), WeightsError> {
         if self.is_gguf() {
             let reason = "an adapter is merged into a model's folder, and not into a GGUF file".into();

@@ -1,7 +1,7 @@
 //! Matrices of quantized checkpoints, each stored in several tensors.
 //!
-//! [`gather`] replaces the tensors of a matrix by one with the matrix's own name and shape, which are
-//! then checked as those of floats are. The matrix is unpacked when it is read.
+//! [`gather`] replaces the tensors of a matrix by one with the matrix's own name and shape, which
+//! is then checked as a float tensor is. The matrix is unpacked when it is read.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::hub::Quantization;
 use crate::stored_tensor::{Encoding, Nested, Packed, StoredTensor};
 use crate::tensor_files::TensorFiles;
 
-/// Takes the tensors of matrices, and collects the matrices.
+/// Removes the tensors of matrices, and collects the matrices.
 struct Taker<'a> {
     tensors: &'a mut BTreeMap<String, StoredTensor>,
     made: Vec<(String, StoredTensor)>,
@@ -24,7 +24,7 @@ struct Taker<'a> {
 type Reason = String;
 
 impl Taker<'_> {
-    /// The names with a suffix, without it.
+    /// Base names of the tensors that end in `suffix`.
     fn bases(&self, suffix: &str) -> Vec<String> {
         self.tensors.keys().filter_map(|name| name.strip_suffix(suffix)).map(String::from).collect()
     }
@@ -132,7 +132,7 @@ pub(crate) fn gather(files: &mut TensorFiles, quantization: &Quantization) -> Re
     gathered.map_err(|reason| files.wrong(reason))?;
     for (name, stored) in made {
         if files.tensors_mut().insert(name.clone(), stored).is_some() {
-            return Err(files.wrong(format!("{name} is there twice, quantized and not")));
+            return Err(files.wrong(format!("{name} is stored twice, quantized and not")));
         }
     }
     Ok(())

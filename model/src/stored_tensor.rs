@@ -45,7 +45,7 @@ impl Encoding {
         match self {
             Self::Float(dtype) => dtype.bitsize() / 8,
             Self::Blocks(format) => format.bytes(),
-            // Its tensors have bytes of their own.
+            // Its parts have their own sizes.
             Self::Packed(_) => 0,
         }
     }
@@ -94,7 +94,7 @@ impl StoredTensor {
         Self { packed: Some(packed), ..Self::new(0, 0, Encoding::Packed(name), shape) }
     }
 
-    /// With another shape, for a tensor that is not read.
+    /// The same tensor with another shape. Only for tensors that are not read.
     pub(crate) fn with_shape(self, shape: Vec<usize>) -> Self {
         Self { shape, ..self }
     }

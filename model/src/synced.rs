@@ -11,7 +11,7 @@ pub(crate) fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Re
     let written =
         write(&partial).and_then(|()| File::open(&partial)?.sync_all()).and_then(|()| fs::rename(&partial, path));
     written.map_err(|error| {
-        // The first error is the one to tell; what is left beside may not be there at all.
+        // Report the first error; the file that is left may not exist.
         let _ = fs::remove_file(&partial);
         WeightsError::Io { path: path.to_path_buf(), error }
     })

@@ -162,7 +162,7 @@ def profile(
     data: Path_ | None = None,
     model: Path_ | None = None,
     prompt: str | None = None,
-    texts: Sequence[str] | None = None,
+    utterances: Sequence[str] | None = None,
     batch: int = 1,
     precision: Precision | None = None,
     backend: BackendName | None = None,
@@ -172,7 +172,7 @@ def profile(
     """Profile training, generation or prediction, as ``fireclay profile`` does. ``print`` shows the table."""
     _cuda.prepare()
     return _native._profile(
-        what, recipe, data, model, prompt, None if texts is None else list(texts), batch, precision, backend, count, warm_up
+        what, recipe, data, model, prompt, None if utterances is None else list(utterances), batch, precision, backend, count, warm_up
     )
 
 

@@ -267,12 +267,12 @@ class Model:
         """Hidden states ``[rows, length, d_model]`` after the last norm."""
     def attention(self, ids: _Ids) -> list[Tensor]:
         """Attention weights of each layer, ``[rows, n_heads, length, length]``; the weights of a query sum to one."""
-    def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
-        """Normalized embeddings: ``[d_model]``, or ``[texts, d_model]``."""
+    def embed(self, sentences: str | Sequence[str]) -> npt.NDArray[np.float32]:
+        """Normalized embeddings: ``[d_model]``, or ``[sentences, d_model]``."""
     @overload
-    def predict(self, texts: str) -> Prediction: ...
+    def predict(self, utterances: str) -> Prediction: ...
     @overload
-    def predict(self, texts: list[str]) -> list[Prediction]:
+    def predict(self, utterances: list[str]) -> list[Prediction]:
         """Intents and slots of utterances."""
     def perplexity(self, text: str, *, context: int | None = None, stride: int | None = None) -> float:
         """Perplexity of a text, in windows of ``context`` tokens that are ``stride`` tokens apart."""
@@ -369,7 +369,7 @@ def _profile(
     data: _Path | None,
     model: _Path | None,
     prompt: str | None,
-    texts: list[str] | None,
+    utterances: list[str] | None,
     batch: int,
     precision: str | None,
     backend: str | None,

@@ -19,12 +19,12 @@ _HELD_OUT = 10
 Row = dict[str, Any]
 
 
-def _parts(texts: Sequence[str], intents: Sequence[str], slots: Sequence[Slots]) -> tuple[list[Row], list[Row]]:
+def _parts(utterances: Sequence[str], intents: Sequence[str], slots: Sequence[Slots]) -> tuple[list[Row], list[Row]]:
     """Training and validation rows: every tenth row of an intent is for validation."""
     learnt: list[Row] = []
     held_out: list[Row] = []
     seen: dict[str, int] = {}
-    for text, intent, spans in zip(texts, intents, slots, strict=True):
+    for text, intent, spans in zip(utterances, intents, slots, strict=True):
         seen[intent] = seen.get(intent, 0) + 1
         filled = [{"start": start, "end": end, "slot": slot} for start, end, slot in spans]
         part = held_out if seen[intent] % _HELD_OUT == 0 else learnt
@@ -35,7 +35,7 @@ def _parts(texts: Sequence[str], intents: Sequence[str], slots: Sequence[Slots])
 class IntentSlotClassifier:
     """A classifier of intents and slots.
 
-    >>> classifier = IntentSlotClassifier(steps=200).fit(texts, intents, slots)  # doctest: +SKIP
+    >>> classifier = IntentSlotClassifier(steps=200).fit(utterances, intents, slots)  # doctest: +SKIP
     >>> classifier.predict(["turn on the lamp"])  # doctest: +SKIP
     ['light_on']
 
@@ -62,17 +62,17 @@ class IntentSlotClassifier:
         return self
 
     def fit(
-        self, texts: Sequence[str], intents: Sequence[str], slots: Sequence[Slots] | None = None
+        self, utterances: Sequence[str], intents: Sequence[str], slots: Sequence[Slots] | None = None
     ) -> IntentSlotClassifier:
         """Trains on utterances, their intents and, optionally, their slots."""
-        slots = [[] for _ in texts] if slots is None else slots
-        if not len(texts) == len(intents) == len(slots) or len(texts) < 2:
+        slots = [[] for _ in utterances] if slots is None else slots
+        if not len(utterances) == len(intents) == len(slots) or len(utterances) < 2:
             raise UsageError(
-                f"{len(texts)} texts, {len(intents)} intents and {len(slots)} lists of slots: give the same number of each, at least two"
+                f"{len(utterances)} utterances, {len(intents)} intents and {len(slots)} lists of slots: give the same number of each, at least two"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="fireclay-")
         folder = Path(self._folder.name)
-        learnt, held_out = _parts(texts, intents, slots)
+        learnt, held_out = _parts(utterances, intents, slots)
         for name, part in (("train", learnt), ("valid", held_out)):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         out = folder / "run" if self.out is None else self.out
@@ -86,16 +86,16 @@ class IntentSlotClassifier:
             raise UsageError("not fitted yet: call fit first")
         return self._model
 
-    def predict(self, texts: Sequence[str]) -> list[str | None]:
+    def predict(self, utterances: Sequence[str]) -> list[str | None]:
         """The intent of each utterance; ``None`` for empty ones."""
-        return [prediction.intent for prediction in self._fitted().predict(list(texts))]
+        return [prediction.intent for prediction in self._fitted().predict(list(utterances))]
 
-    def predict_slots(self, texts: Sequence[str]) -> list[Slots]:
+    def predict_slots(self, utterances: Sequence[str]) -> list[Slots]:
         """The slots of each utterance."""
-        found = self._fitted().predict(list(texts))
+        found = self._fitted().predict(list(utterances))
         return [[(span.start, span.end, span.slot) for span in prediction.spans] for prediction in found]
 
-    def score(self, texts: Sequence[str], intents: Sequence[str]) -> float:
+    def score(self, utterances: Sequence[str], intents: Sequence[str]) -> float:
         """Accuracy of the intents."""
-        pairs = list(zip(self.predict(texts), intents, strict=True))
+        pairs = list(zip(self.predict(utterances), intents, strict=True))
         return sum(found == wanted for found, wanted in pairs) / max(len(pairs), 1)

@@ -28,13 +28,15 @@ pub(crate) fn backend(py: Python<'_>, name: Option<&str>) -> PyResult<Option<Bac
     name.map(|name| named(py, "backend", name)).transpose()
 }
 
-/// Texts, and whether a single one was passed.
-pub(crate) fn texts(what: &str, texts: &Bound<'_, PyAny>) -> PyResult<(Vec<String>, bool)> {
-    if texts.is_instance_of::<PyString>() {
-        return Ok((vec![texts.extract()?], true));
+/// Strings, and whether a single one was passed.
+pub(crate) fn strings(what: &str, strings: &Bound<'_, PyAny>) -> PyResult<(Vec<String>, bool)> {
+    if strings.is_instance_of::<PyString>() {
+        return Ok((vec![strings.extract()?], true));
     }
-    let several = texts.extract();
-    several.map(|texts| (texts, false)).map_err(|_| usage(texts.py(), format!("{what} must be a str or a list of str")))
+    let several = strings.extract();
+    several
+        .map(|strings| (strings, false))
+        .map_err(|_| usage(strings.py(), format!("{what} must be a str or a list of str")))
 }
 
 /// The folder of a model, downloaded if it is a name on the hub.
@@ -73,7 +75,7 @@ pub(crate) fn options(
             "frequency_penalty" => options.penalties.frequency = value.extract()?,
             "seed" => options.seed = value.extract()?,
             "stop" if value.is_none() => options.stop = Vec::new(),
-            "stop" => options.stop = texts("stop", &value)?.0,
+            "stop" => options.stop = strings("stop", &value)?.0,
             _ => return Err(PyTypeError::new_err(format!("unexpected keyword argument '{name}'"))),
         }
     }

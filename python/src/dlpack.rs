@@ -153,17 +153,20 @@ fn wrap(
 
 /// Called by the consumer when it is done.
 unsafe extern "C" fn delete(managed: *mut Managed) {
-    // SAFETY: the consumer passes the pointer that it got, once; the context is the box that contains it.
+    // SAFETY: the consumer passes the pointer that it got, once; the context is the box that
+    // contains it.
     drop(unsafe { Box::from_raw((*managed).context.cast::<Given<Managed>>()) });
 }
 
 /// Called by the consumer when it is done.
 unsafe extern "C" fn delete_versioned(managed: *mut Versioned) {
-    // SAFETY: the consumer passes the pointer that it got, once; the context is the box that contains it.
+    // SAFETY: the consumer passes the pointer that it got, once; the context is the box that
+    // contains it.
     drop(unsafe { Box::from_raw((*managed).context.cast::<Given<Versioned>>()) });
 }
 
-/// Destructor of a capsule. A consumer that takes the array renames the capsule; otherwise the array is freed.
+/// Destructor of a capsule. A consumer that takes the array renames the capsule; otherwise the
+/// array is freed.
 unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
     // SAFETY: the interpreter passes the capsule that it destroys.
     unsafe {
@@ -173,7 +176,8 @@ unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Destructor of a capsule. A consumer that takes the array renames the capsule; otherwise the array is freed.
+/// Destructor of a capsule. A consumer that takes the array renames the capsule; otherwise the
+/// array is freed.
 unsafe extern "C" fn forget_versioned(capsule: *mut ffi::PyObject) {
     // SAFETY: the interpreter passes the capsule that it destroys.
     unsafe {
@@ -183,7 +187,8 @@ unsafe extern "C" fn forget_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Elements of an integer array in host memory, in row-major order, and its shape. The capsule is not consumed.
+/// Elements of an integer array in host memory, in row-major order, and its shape. The capsule is
+/// not consumed.
 pub(crate) fn integers(capsule: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<usize>)> {
     let pointer = |name: &CStr| {
         // SAFETY: accepts any object.

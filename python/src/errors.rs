@@ -64,8 +64,8 @@ pub(crate) fn failure(py: Python<'_>, failure: Failure) -> PyErr {
     Problem::from(failure).raise(py)
 }
 
-/// Silences panics, which become exceptions. A panic on a device thread makes the device unusable and reaches no caller, so it
-/// is stored for those who wait.
+/// Silences panics, which become exceptions. A panic on a device thread makes the device unusable
+/// and reaches no caller, so it is stored for those who wait.
 pub(crate) fn keep_panics() {
     std::panic::set_hook(Box::new(|panic| {
         if std::thread::current().name().is_some_and(|name| name.starts_with("DS")) {

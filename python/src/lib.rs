@@ -1,7 +1,7 @@
 //! The native module of the Python package `fireclay`: thin bindings of the library's public API.
 //!
-//! Each model has its own thread (`worker`), which computes without the GIL; callers check for signals while they wait.
-//! Tensors are shared through DLPack (`dlpack`).
+//! Each model has its own thread (`worker`), which computes without the GIL; callers check for
+//! signals while they wait. Tensors are shared through DLPack (`dlpack`).
 
 mod arguments;
 mod dlpack;

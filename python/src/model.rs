@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::Value;
 
-use crate::arguments::{backend, fetched, json, named, options, python, texts};
+use crate::arguments::{backend, fetched, json, named, options, python, strings};
 use crate::errors::{Problem, failure, usage};
 use crate::mailbox::{Mailbox, Taken, mailbox};
 use crate::process::Waiting;
@@ -149,7 +149,7 @@ impl Model {
         keywords: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let options = options(py, GenerationOptions::default(), keywords)?;
-        let (prompts, one) = texts("prompt", prompt)?;
+        let (prompts, one) = strings("prompt", prompt)?;
         let mut all = self.written(py, prompts.into_iter().map(Prompt::Text).collect(), options)?;
         match (one, details) {
             (true, _) => {
@@ -158,8 +158,8 @@ impl Model {
             }
             (false, true) => Ok(all.into_pyobject(py)?.into_any()),
             (false, false) => {
-                let texts: Vec<String> = all.into_iter().map(|generated| generated.text).collect();
-                Ok(texts.into_pyobject(py)?.into_any())
+                let outputs: Vec<String> = all.into_iter().map(|generated| generated.text).collect();
+                Ok(outputs.into_pyobject(py)?.into_any())
             }
         }
     }
@@ -213,10 +213,10 @@ impl Model {
         Ok(all.into_iter().map(Tensor::new).collect())
     }
 
-    /// Embeddings of texts.
-    fn embed<'py>(&self, py: Python<'py>, texts: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let (texts, one) = self::texts("texts", texts)?;
-        let mut all = self.call(py, move |model| model.embed(&texts))?;
+    /// Embeddings of sentences.
+    fn embed<'py>(&self, py: Python<'py>, sentences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (sentences, one) = self::strings("sentences", sentences)?;
+        let mut all = self.call(py, move |model| model.embed(&sentences))?;
         let numpy = py.import("numpy")?;
         match one {
             true => numpy.call_method1("array", (all.pop().unwrap_or_default(), "float32")),
@@ -229,9 +229,9 @@ impl Model {
     }
 
     /// Intents and slots of utterances.
-    fn predict<'py>(&self, py: Python<'py>, texts: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let (texts, one) = self::texts("texts", texts)?;
-        let all = self.call(py, move |model| model.predict(&texts))?;
+    fn predict<'py>(&self, py: Python<'py>, utterances: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let (utterances, one) = self::strings("utterances", utterances)?;
+        let all = self.call(py, move |model| model.predict(&utterances))?;
         let all = all.into_iter().map(|prediction| Prediction::new(py, prediction));
         let mut all = all.collect::<PyResult<Vec<Prediction>>>()?;
         match one {

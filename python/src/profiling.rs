@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
-use crate::arguments::{backend, fetched, named, python, texts};
+use crate::arguments::{backend, fetched, named, python, strings};
 use crate::errors::{Problem, failure, usage};
 use crate::mailbox::mailbox;
 use crate::process::{Computing, Waiting};
@@ -52,7 +52,7 @@ impl Profile {
 
 /// Profiles training, generation or prediction.
 #[pyfunction]
-#[pyo3(signature = (what, recipe, data, model, prompt, texts, batch, precision, backend, count, warm_up))]
+#[pyo3(signature = (what, recipe, data, model, prompt, utterances, batch, precision, backend, count, warm_up))]
 #[allow(clippy::too_many_arguments)] // Python's keywords.
 pub(crate) fn _profile(
     py: Python<'_>,
@@ -61,7 +61,7 @@ pub(crate) fn _profile(
     data: Option<PathBuf>,
     model: Option<PathBuf>,
     prompt: Option<String>,
-    texts: Option<&Bound<'_, PyAny>>,
+    utterances: Option<&Bound<'_, PyAny>>,
     batch: usize,
     precision: Option<&str>,
     backend: Option<&str>,
@@ -71,7 +71,10 @@ pub(crate) fn _profile(
     let _waiting = Waiting::begin().map_err(|problem| problem.raise(py))?;
     let chosen = self::backend(py, backend)?;
     let precision: Option<Precision> = precision.map(|name| named(py, "precision", name)).transpose()?;
-    let texts = texts.map(|texts| self::texts("texts", texts)).transpose()?.map(|(texts, _)| texts);
+    let utterances = utterances
+        .map(|utterances| self::strings("utterances", utterances))
+        .transpose()?
+        .map(|(utterances, _)| utterances);
     if count == 0 {
         return Err(usage(py, "count must be at least 1"));
     }
@@ -80,15 +83,15 @@ pub(crate) fn _profile(
         Generate(PathBuf, String),
         Predict(PathBuf, Vec<String>),
     }
-    let work = match (what, model, prompt, texts) {
+    let work = match (what, model, prompt, utterances) {
         ("train", None, None, None) => Work::Train(RecipeRequest { recipe, data, precision, ..Default::default() }),
         ("generate", Some(model), Some(prompt), None) => Work::Generate(model, prompt),
-        ("predict", Some(model), None, Some(texts)) => Work::Predict(model, texts),
+        ("predict", Some(model), None, Some(utterances)) => Work::Predict(model, utterances),
         _ => {
             return Err(usage(
                 py,
                 "profile(\"train\", recipe=..), profile(\"generate\", model=.., prompt=..) or profile(\"predict\", model=.., \
-                 texts=..)",
+                 utterances=..)",
             ));
         }
     };
@@ -113,8 +116,8 @@ pub(crate) fn _profile(
                     let (generation, cache) = (GenerationOptions::default(), CachePrecision::Auto);
                     found.run(ProfileGeneration { model, prompts, generation, precision, cache, options })
                 }
-                Work::Predict(model, texts) => {
-                    found.run(ProfilePrediction { model: fetched(&model)?, utterances: texts, precision, options })
+                Work::Predict(model, utterances) => {
+                    found.run(ProfilePrediction { model: fetched(&model)?, utterances: utterances, precision, options })
                 }
             }
         };

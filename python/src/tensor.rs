@@ -74,7 +74,9 @@ impl Tensor {
     ) -> PyResult<Py<PyAny>> {
         let mut shared = self.shared(py)?;
         if copy == Some(true) || dl_device.is_some_and(|wanted| wanted != dlpack::device(shared.place())) {
-            return Err(PyBufferError::new_err("__dlpack__ makes no copies: use .numpy() for a copy on the host"));
+            return Err(PyBufferError::new_err(
+                "__dlpack__(copy=True) is not supported: use .numpy() for a copy on the host",
+            ));
         }
         let reader = match (shared.place(), stream) {
             (Place::Host, None | Some(-1)) => Reader::Unordered,

@@ -96,8 +96,8 @@ impl Sink for Telling {
     }
 }
 
-/// Trains a recipe, and returns the folder and the summary. An exception in `on_event` or from a signal stops the run, and is
-/// raised once the run is saved.
+/// Trains a recipe, and returns the folder and the summary. An exception in `on_event` or from a
+/// signal stops the run, and is raised once the run is saved.
 #[pyfunction]
 #[pyo3(signature = (
     recipe, task, data, field, init, precision, backend, out, resume, allow_changed_data, on_event, overrides,
@@ -341,7 +341,7 @@ pub(crate) struct Step {
 impl Step {
     fn read(&self, py: Python<'_>) -> PyResult<(f64, f64)> {
         let lock = || self.figures.lock().unwrap_or_else(PoisonError::into_inner);
-        // A statement of its own: the lock would be held until the end of a `match`.
+        // A separate statement: in a `match`, the lock would be held to its end.
         let figures = std::mem::replace(&mut *lock(), Figures::Lost);
         let unread = match figures {
             Figures::Unread(unread) => unread,

@@ -42,7 +42,8 @@ pub(crate) struct Worker<M: ?Sized> {
 }
 
 impl<M: ?Sized + Send + 'static> Worker<M> {
-    /// Starts a thread that opens a model on `backend` (default: the best one), and returns what `tell` extracts from it.
+    /// Starts a thread that opens a model on `backend` (default: the best one), and returns what
+    /// `tell` extracts from it.
     pub(crate) fn start<T: Send + 'static>(
         py: Python<'_>,
         backend: Option<BackendName>,
@@ -159,7 +160,8 @@ pub(crate) fn caught<R>(work: impl FnOnce() -> Result<R, Failure>) -> Result<R, 
 
 /// Waits for a result without the GIL, and logs notices.
 ///
-/// If a signal raises an exception, calls `stop`, and raises it when the job has finished or after [`GRACE`].
+/// If a signal raises an exception, calls `stop`, and raises it when the job has finished or after
+/// [`GRACE`].
 pub(crate) fn wait<R: Send>(py: Python<'_>, answer: &Answer<R>, stop: impl Fn()) -> PyResult<R> {
     let result = match next(py, answer, &stop, GRACE) {
         Ok(Some(result)) => result.map_err(|problem| problem.raise(py)),
@@ -175,8 +177,9 @@ pub(crate) fn nothing(py: Python<'_>) -> PyErr {
     device_failure().unwrap_or_else(|| Problem::Failed("the model is closed".into())).raise(py)
 }
 
-/// The next message, or `None` if the mailbox is closed. If a signal raises an exception, calls `stop` and discards messages until
-/// the mailbox closes or `grace` has passed; without grace it raises at once and discards nothing.
+/// The next message, or `None` if the mailbox is closed. If a signal raises an exception, calls
+/// `stop` and discards messages until the mailbox closes or `grace` has passed; without grace it
+/// raises at once and discards nothing.
 pub(crate) fn next<T: Send>(
     py: Python<'_>,
     mailbox: &Mailbox<T>,

@@ -48,14 +48,14 @@ SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 2, "batch_size
 
 @pytest.fixture(scope="session")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small model that writes."""
+    """A small language model's folder."""
     out = tmp_path_factory.mktemp("stories") / "run"
     return fireclay.train("stories", backend=BACKEND, out=out, steps=30, **SMALL).path
 
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model of utterances."""
+    """An utterance model's folder."""
     out = tmp_path_factory.mktemp("home") / "run"
     return fireclay.train(task="intent-slot", backend=BACKEND, out=out, steps=4).path
 
@@ -70,7 +70,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Callable[[str], Path]:
-    """A model of ``tests/golden``, with a tokenizer, which none of them has."""
+    """Copies a model of ``tests/golden``, which has no tokenizer, and adds one."""
     made = tmp_path_factory.mktemp("golden")
 
     def folder(name: str) -> Path:

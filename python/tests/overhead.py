@@ -1,9 +1,9 @@
-"""What a call from Python costs beside the command line and the library's own loop:
+"""Measures the overhead of the Python package compared with the command line:
 
     python overhead.py FIRECLAY BACKEND FOLDER [KEY=VALUE ...]
 
-makes a model of the recipe `stories` with these settings in FOLDER, and compares the tokens a second of `generate` with those of
-`fireclay generate`, and the steps a second of `Trainer.step` with those of `fireclay train`, in turn; medians of three.
+Creates a model of the recipe `stories` with these settings in FOLDER. Compares the tokens per second of `generate` with
+those of `fireclay generate`, and of `Trainer.step` with those of `fireclay train`: alternating runs, medians of three.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     model = fireclay.load(folder / "model", backend=backend, precision=precision)
     model.generate(PROMPT, max_tokens=TOKENS)
     for _ in range(TURNS):
-        # Random weights may end a text at any token: rates are of as many tokens as there were.
+        # Random weights may generate a stop token early, so rates use the actual number of tokens.
         theirs = command(program, "generate", "--model", str(folder / "model"), "--prompt", PROMPT, "--max-tokens", str(TOKENS), *common)
         rates["command"].append(theirs["decode_tokens_per_second"])
         begun = time.perf_counter()
@@ -67,7 +67,7 @@ def main() -> None:
             for number in range(STEPS - 1):
                 step = trainer.step()
                 tokens += step.tokens
-                # The command reads losses now and then, too.
+                # `fireclay train` reads losses at intervals, too.
                 if number % 50 == 49:
                     float(step)
             float(step)

@@ -32,7 +32,7 @@ def test_pytorch_reads_in_place(model: fireclay.Model) -> None:
 
 
 def test_readers_are_waited_for_and_wait(stories: Path) -> None:
-    """Values are read late, on streams of the reader's, when the tensor is long dropped and its memory wanted by others."""
+    """A consumer reads late, on its own stream, after the tensor is dropped: its memory must not be reused before."""
     generator = np.random.default_rng(0)
     with fireclay.load(stories, backend=BACKEND) as model:
         rows = [generator.integers(0, model.config["vocab_size"], (16, 64)) for _ in range(8)]
@@ -51,7 +51,7 @@ def test_readers_are_waited_for_and_wait(stories: Path) -> None:
                 copy = view.clone()
             address = view.data_ptr()
             del logits, view
-            # Whoever computes next wants memory of that very size, and has other values in it.
+            # Tensors of the same size and with other values would overwrite the memory.
             poison = [model.logits(rows[(at + other) % len(rows)]) for other in range(1, 4)]
             addresses = {torch.from_dlpack(tensor).data_ptr() for tensor in poison}
             reused += address in addresses
@@ -60,7 +60,7 @@ def test_readers_are_waited_for_and_wait(stories: Path) -> None:
             wrong += not torch.equal(copy, wanted[at])
         print(f"\n{wrong} wrong of {ROUNDS} rounds; in {reused} the next tensors had that memory while it was read")
         assert wrong == 0 and reused == 0
-        # That memory is had again when its reader is through: else nothing was tried above.
+        # After the consumer has finished, the memory must be reused: otherwise the loop above proves nothing.
         again = 0
         for _ in range(20):
             logits = model.logits(rows[0])

@@ -1,4 +1,4 @@
-"""The examples of the documentation run, one after the other."""
+"""Runs the examples of docs/python.md in order."""
 
 from __future__ import annotations
 

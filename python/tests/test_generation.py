@@ -1,4 +1,4 @@
-"""What a model writes is what the command line writes."""
+"""Output equals that of the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_text_is_the_command_lines(
     assert "".join(model.stream("There was", max_tokens=20, **options)) == wanted["text"]
 
 
-def test_several_texts_are_the_command_lines(model: fireclay.Model, stories: Path, command: Command, tmp_path: Path) -> None:
+def test_several_prompts_are_the_command_lines(model: fireclay.Model, stories: Path, command: Command, tmp_path: Path) -> None:
     prompts = ["There was", "Once", "There"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
     lines = command("generate", "--model", str(stories), "--prompts", str(tmp_path / "prompts"), "--max-tokens", "12")

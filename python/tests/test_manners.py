@@ -1,4 +1,4 @@
-"""Signals, forks, threads, the interpreter's end and memory: each in a process of its own, which must not hang or crash."""
+"""Signals, forks, threads, interpreter exit and memory. Each test runs a process, which must not hang or crash."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(code: str, *arguments: object) -> str:
 
 
 def interrupted(process: subprocess.Popen[str], after: float = 0.3) -> None:
-    """Sends Ctrl-C when the process says that it has begun."""
+    """Sends Ctrl-C after the process has printed ``begun``."""
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "begun"
     time.sleep(after)
@@ -220,7 +220,7 @@ print(calls, memory() - before)
     )
     calls, models = map(int, out.split())
     size = (stories / "model.safetensors").stat().st_size
-    # A thousandth of what a call's cache, or a model, takes would have grown beyond this.
+    # Exceeded if each call leaked a thousandth of its cache, or each load a thousandth of its model.
     assert calls < 4 << 20, f"{calls} bytes more after 10,000 calls"
     assert models < max(2 * size, 4 << 20), f"{models} bytes more after 50 models of {size}"
 

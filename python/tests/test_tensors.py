@@ -1,4 +1,4 @@
-"""Tensors go out without a copy, and arrays of token ids come in."""
+"""Tensors are exported without a copy, and arrays of token ids are accepted."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_numpy_reads_in_place(model: fireclay.Model) -> None:
     kept = first.copy()
     del logits, second
     gc.collect()
-    # What is computed next is computed elsewhere.
+    # The next result must use other memory.
     for _ in range(50):
         model.logits([3, 2, 1])
     assert (first == kept).all()
@@ -122,7 +122,7 @@ def test_what_dlpack_cannot_do_is_refused(model: fireclay.Model) -> None:
         logits.__dlpack__(dl_device=(2, 0))
     with pytest.raises(BufferError):
         logits.__dlpack__(stream=5)
-    # A capsule that nobody takes gives back what it holds.
+    # A capsule that no consumer takes must free its memory.
     for version in (None, (1, 0)):
         assert "dltensor" in repr(logits.__dlpack__(max_version=version))
 

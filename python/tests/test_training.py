@@ -1,4 +1,4 @@
-"""Runs, their events, and loops of one's own."""
+"""Training runs, their events, and custom loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_exception_of_a_callback_stops_and_saves(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError, match="enough"):
         fireclay.train("stories", backend=BACKEND, out=tmp_path / "run", steps=5000, on_event=fail, **SMALL)
-    # It goes on from where it was saved.
+    # The run resumes from its checkpoint.
     events: list[dict[str, Any]] = []
     saved = max(int(folder.name.rsplit("-", 1)[-1]) for folder in (tmp_path / "run" / "training").glob("*-*"))
     run = fireclay.train(resume=tmp_path / "run", backend=BACKEND, steps=saved + 2, on_event=events.append)

@@ -1,4 +1,4 @@
-//! What several commands take, and say.
+//! Arguments and messages that several commands share.
 
 use std::path::{Path, PathBuf};
 
@@ -16,13 +16,14 @@ use serde_json::{Value, json};
 /// Arguments of every command that runs a model.
 #[derive(Args)]
 pub(super) struct RunArgs {
-    /// Backend to run on [default: the fastest one that is built in and present]
+    /// Backend to run on [default: the fastest that is built in and has a device on this machine]
     #[arg(long)]
     pub(super) backend: Option<BackendName>,
-    /// Override a recipe setting; kernels=reference turns fused kernels off
+    /// Override a setting of the recipe; in every command, kernels=reference turns fused kernels
+    /// off
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
-    /// Print one JSON object per line on stdout, and nothing else there
+    /// Print JSON, one object per line, on stdout; everything else goes to stderr
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -51,7 +52,7 @@ impl RunArgs {
     /// Refuses settings for a command without a recipe.
     pub(super) fn without_recipe(&self, command: &str) -> Result<(), Failure> {
         match self.set.first() {
-            Some(setting) => Err(Failure::usage(format!("--set {setting}: {command} has no recipe to change"))),
+            Some(setting) => Err(Failure::usage(format!("--set {setting}: {command} has no recipe"))),
             None => Ok(()),
         }
     }
@@ -70,7 +71,7 @@ pub(super) fn chosen(asked: Option<BackendName>) -> BackendName {
 /// Data types of a text-generating model.
 #[derive(Args)]
 pub(super) struct DtypeArgs {
-    /// Data type of matrices and activations
+    /// Format of the weights, and data type of the activations
     #[arg(long, default_value = "auto")]
     pub(super) precision: Precision,
     /// Data type of the KV cache
@@ -81,10 +82,11 @@ pub(super) struct DtypeArgs {
 /// Sampling options beyond temperature and top-p.
 #[derive(Args)]
 pub(super) struct DrawArgs {
-    /// Top-k sampling: sample from the K most probable tokens
+    /// Top-k sampling: sample from the K most probable tokens [default: off]
     #[arg(long, value_name = "K")]
     pub(super) top_k: Option<usize>,
     /// Min-p sampling: drop tokens less probable than P times the most probable one
+    /// [default: off]
     #[arg(long, value_name = "P")]
     pub(super) min_p: Option<f64>,
     /// Repetition penalty: divide the positive logits of tokens already in the sequence by R and
@@ -117,7 +119,8 @@ pub(super) fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Fai
     Ok(model_folder(model, &mut progress)?)
 }
 
-/// A model with the adapter in a folder, or, where `model` is an adapter's folder itself, on the model that it is for.
+/// Finds a model, with the adapter in a folder if one is given. If `model` itself is an adapter
+/// folder, the model is the adapter's base model.
 pub(super) fn fetched_source(
     model: &Path,
     adapter: Option<&Path>,

@@ -23,7 +23,7 @@ enum Benchmark {
     Train,
     /// Decode and prefill throughput, in tokens per second
     Decode,
-    /// Continuous batching: many concurrent requests, in tokens per second
+    /// Throughput with continuous batching of many concurrent requests, in tokens per second
     Requests,
     /// Every operation, forward and backward, compared with the hardware's limits
     Kernels,
@@ -35,7 +35,7 @@ enum Benchmark {
 pub(super) struct BenchArgs {
     /// What to measure
     benchmark: Benchmark,
-    /// Model and batch by name; repeat for several. train: gpt2-124m, shakespeare-char, llama-1b,
+    /// Named model and batch; may be repeated. train: gpt2-124m, shakespeare-char, llama-1b,
     /// intent-slot, cpu-4x128, cpu-6x384, cpu-6x256. decode: qwen3-0.6b, qwen2.5-0.5b, llama-1b,
     /// llama-15m, gpt2-124m
     #[arg(long, value_name = "NAME")]
@@ -58,17 +58,17 @@ pub(super) struct BenchArgs {
     /// Number of measurements per case
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=1000))]
     repeats: u64,
-    /// Peak matrix throughput of the device [default: the datasheet's]
+    /// Peak matrix-multiplication throughput of the device [default: the datasheet's]
     #[arg(long, value_name = "TFLOPS")]
     peak: Option<f64>,
     /// Compare with an earlier run: a file with the output of --json
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
-    /// Run this program between two of our runs and compare; it prints JSON lines with "what",
-    /// "case", "value" and "unit"
+    /// Run this command between two Fireclay runs and compare; it must print JSON lines with
+    /// "what", "case", "value" and "unit"
     #[arg(long, value_name = "COMMAND")]
     peer: Option<String>,
-    /// Print a Markdown table, with the command above it
+    /// Print a Markdown table, preceded by the command
     #[arg(long, conflicts_with = "json")]
     markdown: bool,
     #[command(flatten)]
@@ -139,7 +139,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         })?;
         return Ok(ExitCode::SUCCESS);
     };
-    // Ours, theirs, ours: a machine that changes meanwhile shows in the spread.
+    // Ours, theirs, ours: drift of the machine shows in the spread.
     let mut first = Vec::new();
     let half = BenchOptions { repeats: options.repeats.div_ceil(2), ..options };
     let mut keep = |measured: Measurement| {
@@ -160,7 +160,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Told of each measurement.
+/// Called with each measurement.
 type Show<'a> = &'a mut (dyn FnMut(Measurement) -> Result<(), Failure> + Send);
 
 fn measure(benchmark: Benchmark, backend: BackendName, options: &BenchOptions, show: Show<'_>) -> Result<(), Failure> {

@@ -17,19 +17,21 @@ use super::signals::{end_on_signals, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct ChatArgs {
-    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// A LoRA adapter for the model: its folder
+    /// Folder of a LoRA adapter to apply
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     /// System prompt
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Maximum tokens of the conversation [default: the model's context, up to 4096]
+    /// Context length in tokens, for conversation and answer together [default: the model's
+    /// context, up to 4096]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Maximum tokens of an answer [default: what fits in the context]
+    /// Maximum number of tokens of an answer [default: what fits in the context]
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// Sampling temperature; 0 is greedy
@@ -44,7 +46,7 @@ pub(super) struct ChatArgs {
     run: RunArgs,
     #[command(flatten)]
     dtypes: DtypeArgs,
-    /// Random seed
+    /// Seed for sampling
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
 }
@@ -91,16 +93,16 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         system: args.system,
         context: args.context,
         lines: spoken_lines(typed)?,
-        // On a pipe nobody types on after an answer that was broken off.
+        // Without a terminal, an interrupt ends the program: no further input follows.
         interrupt: if typed { interrupt_on_signals(true)? } else { end_on_signals()? },
         show,
     };
     args.run.backend().run(run)?;
-    // Someone who types saw it; a script did not.
+    // A person has seen the interruption; a script gets an exit code.
     Ok(if !typed && unanswered.load(Ordering::Relaxed) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Lines typed at a prompt with history, or else those of standard input.
+/// Lines typed at a prompt with history, or lines of standard input.
 fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
     let failed = |error: &dyn std::fmt::Display| Failure::new(format!("standard input: {error}"));
     if !typed {
@@ -113,13 +115,13 @@ fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
     let mut editor = rustyline::DefaultEditor::new().map_err(|error| failed(&error))?;
     let history = dirs::cache_dir().map(|folder| folder.join("fireclay").join("chat-history"));
     if let Some(file) = &history {
-        // The first time there is none.
+        // On first use, the folder does not exist.
         let _ = file.parent().map(std::fs::create_dir_all);
         let _ = editor.load_history(file);
     }
     Ok(Box::new(move || match editor.readline("> ") {
         Ok(line) => {
-            // A history that cannot be kept is no reason to stop.
+            // Failing to save the history is not fatal.
             let _ = editor.add_history_entry(&line);
             let _ = history.as_ref().map(|file| editor.save_history(file));
             Ok(Some(line))

@@ -10,7 +10,7 @@ use fireclay::stdout;
 
 #[derive(Args)]
 pub(super) struct CompareArgs {
-    /// Folders of the runs
+    /// Run folders to compare
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
     /// SVG file to write
@@ -19,7 +19,7 @@ pub(super) struct CompareArgs {
     /// HTML file to write
     #[arg(long, value_name = "FILE", default_value = "compare.html")]
     html: PathBuf,
-    /// Print one JSON object per line on stdout
+    /// Print JSON, one object per line, on stdout; everything else goes to stderr
     #[arg(long)]
     json: bool,
 }

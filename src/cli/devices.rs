@@ -9,7 +9,7 @@ use serde_json::json;
 
 #[derive(Args)]
 pub(super) struct DevicesArgs {
-    /// Print one JSON object per line on stdout
+    /// Print JSON, one object per line, on stdout; everything else goes to stderr
     #[arg(long)]
     json: bool,
 }

@@ -14,27 +14,29 @@ use super::arguments::{RunArgs, fetched_source};
 
 #[derive(Args)]
 pub(super) struct EvaluateArgs {
-    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// A LoRA adapter for the model: its folder
+    /// Folder of a LoRA adapter to apply
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     /// Evaluation data: text, JSON, CSV, TSV or Parquet, as a file or folder
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
-    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
+    /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested
+    /// field
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Window length in tokens [default: the model's context, up to 1024]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Tokens from one window to the next [default: half a window]
+    /// Distance between the starts of windows, in tokens [default: half a window]
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
     #[command(flatten)]
     run: RunArgs,
-    /// Data type of matrices and activations
+    /// Format of the weights, and data type of the activations
     #[arg(long, default_value = "auto")]
     precision: Precision,
 }

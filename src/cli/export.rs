@@ -15,16 +15,16 @@ use super::arguments::fetched;
 
 #[derive(Args)]
 pub(super) struct ExportArgs {
-    /// The model's folder, or its name on the hub: OWNER/NAME
+    /// Run or model folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Write a GGUF file, its matrices in this format
+    /// Weight format of the GGUF file
     #[arg(long, value_name = "FORMAT")]
     gguf: Kind,
-    /// The .gguf file to write; one of that name is replaced
+    /// Output file; overwritten if it exists
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// One JSON object a line on stdout, nothing else there
+    /// Print JSON, one object per line, on stdout; everything else goes to stderr
     #[arg(long)]
     json: bool,
 }
@@ -32,19 +32,19 @@ pub(super) struct ExportArgs {
 /// [`GgufKind`] as it is typed.
 #[derive(Clone, Copy, ValueEnum)]
 enum Kind {
-    /// 32 bits a weight
+    /// 32 bits per weight
     F32,
-    /// 16 bits a weight
+    /// 16 bits per weight
     F16,
-    /// 16 bits a weight, in f32's range
+    /// 16 bits per weight, with the range of f32
     Bf16,
-    /// 8.5 bits a weight
+    /// 8.5 bits per weight
     #[value(name = "q8_0")]
     Q8_0,
-    /// 4.5 bits a weight, and 6.6 in the output projection
+    /// 4.5 bits per weight, 6.6 in the output projection
     #[value(name = "q4_0")]
     Q4_0,
-    /// 4.5 bits a weight with finer scales, and 6.6 where it matters most
+    /// 4.5 bits per weight with finer scales, 6.6 in the most sensitive matrices
     #[value(name = "q4_k_m")]
     Q4KM,
 }
@@ -76,7 +76,7 @@ pub(super) fn export(args: ExportArgs) -> Result<ExitCode, Failure> {
             "event": "done", "out": args.out, "bytes": written.bytes, "bits_a_weight": written.bits_a_weight,
         }));
     } else {
-        eprintln!("{out}: {:.1} MB, {:.2} bits a weight", written.bytes as f64 / 1e6, written.bits_a_weight);
+        eprintln!("{out}: {:.1} MB, {:.2} bits per weight", written.bytes as f64 / 1e6, written.bits_a_weight);
     }
     Ok(ExitCode::SUCCESS)
 }

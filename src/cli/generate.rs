@@ -15,40 +15,42 @@ use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct GenerateArgs {
-    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// A LoRA adapter for the model: its folder
+    /// Folder of a LoRA adapter to apply
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Prompt
+    /// Prompt to continue
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
     prompt: Option<String>,
-    /// File with one prompt per line
+    /// File of prompts: text, one per line, or JSON, CSV, TSV or Parquet
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompts: Option<PathBuf>,
-    /// Field of --prompts with the prompt, for JSON, CSV, TSV or Parquet [default: text]
+    /// Field or column of --prompts that holds the prompt [default: text]
     #[arg(long, value_name = "NAME", requires = "prompts")]
     field: Option<String>,
-    /// Maximum number of tokens to generate
+    /// Maximum number of tokens to generate [default: what fits in the context, up to 256]
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Top-p sampling: sample from the smallest set of tokens with this total probability
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability [default:
+    /// off]
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[command(flatten)]
     draw: DrawArgs,
-    /// Stop before this string; repeat for several
+    /// Stop string: generation ends before it; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     #[command(flatten)]
     run: RunArgs,
     #[command(flatten)]
     dtypes: DtypeArgs,
-    /// Random seed
+    /// Seed for sampling
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
 }

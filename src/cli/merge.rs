@@ -15,20 +15,20 @@ use super::arguments::{RunArgs, fetched_source};
 
 #[derive(Args)]
 pub(super) struct MergeArgs {
-    /// The model that the adapter is for: its folder, or its name on the hub, OWNER/NAME
+    /// Base model of the adapter: folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// The adapter's folder, as PEFT or a run with adapter=lora writes it
+    /// Adapter folder: from PEFT, or a run with adapter=lora
     #[arg(long, value_name = "DIR")]
     adapter: PathBuf,
-    /// Folder for the merged model
+    /// Output folder for the merged model, a plain model folder
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     #[command(flatten)]
     run: RunArgs,
 }
 
-/// A merge on any backend: none computes anything, and names the tensors alone.
+/// A merge, on any backend: no backend computes anything.
 struct Merge<'a> {
     source: ModelSource,
     out: &'a Path,

@@ -1,5 +1,5 @@
-//! The command line: a file a command, each of which parses, resolves and runs; wording and exit
-//! codes.
+//! The command line, one file per command. A command parses its arguments, resolves them and runs.
+//! Also messages and exit codes.
 
 mod arguments;
 mod bench;
@@ -33,13 +33,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a model on the embedded stories or on your data
+    /// Train a model on the built-in stories or on your data
     Train(train::TrainArgs),
-    /// Tokenize data once, into files that training reads in place
+    /// Tokenize a corpus once, into files that training reads in place
     Prepare(prepare::PrepareArgs),
     /// List the runs in runs/
     Runs(runs::RunsArgs),
-    /// Compare runs: a table of differences, a plot, a page
+    /// Compare runs: a table, an SVG plot and an HTML page
     Compare(compare::CompareArgs),
     /// Generate text
     Generate(generate::GenerateArgs),
@@ -48,24 +48,24 @@ enum Command {
     /// Serve an OpenAI-compatible API over HTTP, with a chat page
     #[cfg(feature = "serve")]
     Serve(serve::ServeArgs),
-    /// Measure perplexity and bits per byte on a text
+    /// Measure a model's perplexity and bits per byte
     Evaluate(evaluate::EvaluateArgs),
-    /// Write a model as a GGUF file, which llama.cpp and others load
+    /// Export a model to a GGUF file, which llama.cpp and others load
     Export(export::ExportArgs),
-    /// Predict intent and slots of utterances
+    /// Predict the intent and slots of utterances
     Predict(predict::PredictArgs),
-    /// Merge a LoRA adapter into its model
+    /// Merge a LoRA adapter into its base model
     Merge(merge::MergeArgs),
-    /// Profile a few warm steps of training, generation or prediction
+    /// Profile a few steps, after warm-up, of training, generation or prediction
     #[command(subcommand)]
     Profile(profile::ProfileCommand),
-    /// Benchmark: repeated runs, compared with the hardware's limits, an earlier run or a peer
+    /// Benchmark: repeated runs, compared with the hardware's limits, an earlier run or another
     /// program
     Bench(bench::BenchArgs),
     /// Train a tokenizer
     #[command(subcommand)]
     Tokenizer(tokenizer::TokenizerCommand),
-    /// List backends: which are built in, and which are present
+    /// List backends: which are built in, which have a device here, and which is the default
     Devices(devices::DevicesArgs),
 }
 
@@ -95,8 +95,8 @@ pub(crate) fn main() -> ExitCode {
     })
 }
 
-/// CubeCL swallows panics of its device threads and goes on with garbage; here they end the
-/// program.
+/// CubeCL ignores panics of its device threads and continues with invalid results. Here such a
+/// panic ends the program.
 fn stop_on_device_panics() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

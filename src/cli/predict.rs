@@ -14,10 +14,10 @@ use super::arguments::{RunArgs, fetched};
 
 #[derive(Args)]
 pub(super) struct PredictArgs {
-    /// Model folder, or name on the hub: OWNER/NAME
+    /// Run or model folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Utterance [default: one per line of standard input]
+    /// Utterance; without --text or --file, utterances are read from standard input, one per line
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
     text: Option<String>,
     /// File with one utterance per line
@@ -25,7 +25,7 @@ pub(super) struct PredictArgs {
     file: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
-    /// Data type of matrices and activations
+    /// Format of the weights, and data type of the activations
     #[arg(long, default_value = "auto")]
     precision: Precision,
 }
@@ -52,7 +52,7 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// An utterance for programs.
+/// A prediction as JSON.
 fn prediction_line(text: &str, prediction: &Prediction) -> String {
     let mut line = json!({ "event": "prediction" });
     if let (Value::Object(line), Value::Object(fields)) = (&mut line, prediction.json(text)) {
@@ -61,9 +61,9 @@ fn prediction_line(text: &str, prediction: &Prediction) -> String {
     format!("{line}\n")
 }
 
-/// An utterance for people.
+/// A prediction as text.
 fn prediction_text(text: &str, prediction: &Prediction) -> String {
-    let Some(intent) = &prediction.intent else { return format!("{text}\n  nothing was said\n") };
+    let Some(intent) = &prediction.intent else { return format!("{text}\n  empty utterance\n") };
     let mut shown = format!("{text}\n  {intent} ({:.1}%)\n", 100.0 * prediction.probability);
     let width = prediction.spans.iter().map(|span| span.slot.chars().count()).max().unwrap_or(0);
     for span in &prediction.spans {

@@ -21,19 +21,20 @@ pub(super) struct PrepareArgs {
     /// hub, OWNER/NAME; or - for text or JSON on standard input
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
-    /// Tokenizer, a tokenizer.json
+    /// Tokenizer file (tokenizer.json)
     #[arg(long, value_name = "FILE")]
     tokenizer: PathBuf,
-    /// Output folder; an interrupted run in it is continued
+    /// Output folder; an interrupted run in it is resumed
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
+    /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
-    /// Hold out this share of the documents, chosen at random, instead of the end of the data
+    /// Fraction of the documents, chosen at random, to hold out for validation [default: the end of
+    /// the data is held out]
     #[arg(long, value_name = "SHARE")]
     holdout_documents: Option<f64>,
-    /// Print one JSON object per line on stdout, and nothing else there
+    /// Print JSON, one object per line, on stdout; everything else goes to stderr
     #[arg(long)]
     json: bool,
 }

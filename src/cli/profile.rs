@@ -29,16 +29,16 @@ pub(super) enum ProfileCommand {
 /// Arguments of every profile.
 #[derive(Args)]
 struct ProfileArgs {
-    /// Number of steps, tokens or batches to record
+    /// Number of steps (train), tokens (generate) or batches (predict) to record
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
-    /// Number of steps, tokens or batches before recording
+    /// Number of them before recording starts
     #[arg(long, value_name = "N", default_value_t = 10)]
     warm_up: u64,
-    /// Peak matrix throughput of the device [default: the datasheet's]
+    /// Peak matrix-multiplication throughput of the device [default: the datasheet's]
     #[arg(long, value_name = "TFLOPS")]
     peak: Option<f64>,
-    /// Exit with code 1 if the profile has a finding of this kind
+    /// Exit with code 1 if the profile has findings of these kinds, comma-separated
     #[arg(long, value_name = "KIND", value_delimiter = ',')]
     deny: Vec<VerdictKind>,
     /// Write a timeline for Perfetto (ui.perfetto.dev) or about:tracing
@@ -53,7 +53,7 @@ struct ProfileArgs {
 
 #[derive(Args)]
 pub(super) struct ProfileTrain {
-    /// Recipe file, or the name of a shipped recipe
+    /// Recipe file, or name of a built-in recipe
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
@@ -61,8 +61,8 @@ pub(super) struct ProfileTrain {
     /// Training data
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// JSON field, or CSV, TSV or Parquet column, with the document [default: the recipe's, or
-    /// text]
+    /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested
+    /// field [default: the recipe's, or text]
     #[arg(long, value_name = "NAME")]
     field: Option<String>,
     /// Data type of activations [default: the recipe's]
@@ -74,19 +74,21 @@ pub(super) struct ProfileTrain {
 
 #[derive(Args)]
 pub(super) struct ProfileGenerate {
-    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Prompt
+    /// Prompt to continue
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// Number of sequences, all of the same prompt
+    /// Batch size; every sequence has the same prompt
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1024))]
     batch: u64,
     /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Top-p sampling: sample from the smallest set of tokens with this total probability
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability [default:
+    /// off]
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[command(flatten)]
@@ -99,13 +101,13 @@ pub(super) struct ProfileGenerate {
 
 #[derive(Args)]
 pub(super) struct ProfilePredict {
-    /// Model folder, or name on the hub: OWNER/NAME
+    /// Run or model folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// Utterance; repeat for a batch of several
     #[arg(long, value_name = "TEXT", required = true)]
     text: Vec<String>,
-    /// Data type of matrices and activations
+    /// Format of the weights, and data type of the activations
     #[arg(long, default_value = "auto")]
     precision: Precision,
     #[command(flatten)]

@@ -11,10 +11,10 @@ use serde_json::json;
 
 #[derive(Args)]
 pub(super) struct RunsArgs {
-    /// Folder of the runs
+    /// Folder that contains the runs
     #[arg(default_value = "runs", value_name = "DIR")]
     folder: PathBuf,
-    /// Print one JSON object per line on stdout
+    /// Print JSON, one object per line, on stdout; everything else goes to stderr
     #[arg(long)]
     json: bool,
 }

@@ -19,10 +19,11 @@ const KEY_VARIABLE: &str = "FIRECLAY_API_KEY";
 
 #[derive(Args)]
 pub(super) struct ServeArgs {
-    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
+    /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
+    /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// A LoRA adapter for the model: its folder
+    /// Folder of a LoRA adapter to apply
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     /// Model name in the API [default: the name on the hub, or the folder's]
@@ -34,35 +35,40 @@ pub(super) struct ServeArgs {
     /// Port; 0 picks a free one
     #[arg(long, value_name = "P", default_value_t = 8000)]
     port: u16,
-    /// API key that requests must send; or set FIRECLAY_API_KEY
+    /// API key that clients must send; or set FIRECLAY_API_KEY
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
     /// File with one API key per line
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Serve other machines without an API key
+    /// Let other machines connect without an API key
     #[arg(long)]
     insecure: bool,
-    /// HTTPS: certificate chain, PEM
+    /// Certificate chain for HTTPS, PEM
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// HTTPS: private key, PEM
+    /// Private key for HTTPS, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Maximum number of sequences decoded concurrently [default: 16 on the CPU, 256 on a GPU]
+    /// Maximum number of sequences decoded concurrently; further requests wait [default: 16 on the
+    /// CPU, 256 on a GPU]
     #[arg(long, value_name = "N")]
     rows: Option<usize>,
-    /// Maximum tokens of a sequence, prompt included [default: the model's context]
+    /// Maximum length of a sequence in tokens, prompt and output together [default: the model's
+    /// context]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Size of the KV cache in tokens [default: what the sequences need, up to 4 GiB]
+    /// Size of the KV cache in tokens: raise it if sequences are preempted [default: enough for --rows
+    /// sequences of --context tokens, up to 4 GiB]
     #[arg(long, value_name = "N")]
     cache_tokens: Option<usize>,
-    /// Token budget of a step: one token per decoding sequence, the rest for prefill. A larger one
-    /// speeds prefill up and makes decoding wait longer [default: 4096 on CUDA, 2048 elsewhere]
+    /// Token budget of a step: one token per decoding sequence, the rest for prefill. A larger
+    /// budget speeds up prefill but lengthens the time between tokens [default: 4096 on CUDA, 2048
+    /// elsewhere]
     #[arg(long, value_name = "N")]
     step_tokens: Option<usize>,
-    /// Maximum number of waiting requests, half of them of one client; further ones are refused
+    /// Maximum number of waiting requests, at most half of them from one client; further ones are
+    /// rejected
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
     /// Jinja chat template to use instead of the model's own
@@ -72,19 +78,20 @@ pub(super) struct ServeArgs {
     /// allows all
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     allowed_origins: Vec<String>,
-    /// Refuse requests with unknown fields instead of naming them in x-unknown-fields
+    /// Reject requests with unknown fields, instead of listing them in the response header
+    /// x-unknown-fields
     #[arg(long)]
     strict: bool,
-    /// Maximum number of connections
+    /// Maximum number of open connections
     #[arg(long, value_name = "N", default_value_t = 1100)]
     connections: usize,
     /// Time limit of a request, in seconds
     #[arg(long, value_name = "S", default_value_t = 600)]
     request_seconds: u64,
-    /// Time that answers have to finish after the server is told to stop, in seconds
+    /// Time that running requests have to finish at shutdown, in seconds
     #[arg(long, value_name = "S", default_value_t = 30)]
     drain_seconds: u64,
-    /// Log prompts and answers
+    /// Log prompts and outputs
     #[arg(long)]
     log_texts: bool,
     #[command(flatten)]

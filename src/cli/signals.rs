@@ -1,5 +1,5 @@
-//! Ctrl-C, what Slurm and Kubernetes send before they take a machine, and a terminal that is gone:
-//! a run stops, and saves.
+//! Signals: Ctrl-C, SIGTERM (sent by Slurm and Kubernetes before they stop a job), and SIGHUP of a
+//! closed terminal. A run stops and saves.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use fireclay::Failure;
 use fireclay::inference::generation::Interrupt;
 use fireclay::training::{has_terminal, leave_terminal};
 
-/// Exit code of a run ended by Ctrl-C, as shells have it.
+/// Exit code of a run that Ctrl-C ended, as in shells.
 pub(super) const INTERRUPTED: u8 = 130;
 /// Exit code of a run ended by SIGTERM or the end of its terminal.
 const TERMINATED: u8 = 143;
@@ -33,14 +33,15 @@ fn code() -> u8 {
     }
 }
 
-/// Success, or that a signal set `interrupt`.
+/// Success, or the signal's exit code if `interrupt` is set.
 pub(super) fn exit_code(interrupt: &Interrupt) -> ExitCode {
     if interrupt.load(Ordering::Relaxed) { signalled() } else { ExitCode::SUCCESS }
 }
 
-/// The first signal asks the run to stop and save, the second ends the program.
+/// The first signal stops and saves the run; the second ends the program.
 ///
-/// Launchers send one to a process and to its group: what comes within `pause` of the first is the same.
+/// Launchers signal both a process and its group. A repetition within `pause` therefore does not
+/// count.
 pub(super) fn stop_on_signals(interrupter: Interrupter, pause: Duration) -> Result<(), Failure> {
     let mut first: Option<Instant> = None;
     on_signals(move || {
@@ -53,18 +54,18 @@ pub(super) fn stop_on_signals(interrupter: Interrupter, pause: Duration) -> Resu
         }
         interrupter.stop(Some("interrupted"));
         if !has_terminal() {
-            eprintln!("stopping after this step; press again to stop without saving");
+            eprintln!("stopping after this step; press Ctrl-C again to stop without saving");
         }
     })
 }
 
-/// Each signal is passed on by `pass`.
+/// Calls `pass` with each signal.
 pub(super) fn pass_signals_on(pass: impl Fn(i32) + Send + 'static) -> Result<(), Failure> {
     on_signals(move || pass(SIGNAL.load(Ordering::Relaxed)))
 }
 
-/// Set by a signal. A second signal in a row ends the program, and with `term_ends` so does a first
-/// SIGTERM.
+/// Returns an interrupt that a signal sets. A second signal in a row ends the program, and with
+/// `term_ends` so does the first SIGTERM.
 pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure> {
     let interrupt = Interrupt::default();
     let set = Arc::clone(&interrupt);
@@ -76,7 +77,7 @@ pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure
     Ok(interrupt)
 }
 
-/// Ends the program on a signal, with the exit code that shells have for it.
+/// Ends the program on a signal, with the exit code that shells use for it.
 pub(super) fn end_on_signals() -> Result<Interrupt, Failure> {
     on_signals(|| std::process::exit(code().into()))?;
     Ok(Interrupt::default())
@@ -104,7 +105,7 @@ pub(super) fn drain_on_signals(
     })
 }
 
-/// Calls `handler`, on a thread of its own, for each SIGINT, SIGTERM and SIGHUP.
+/// Calls `handler` for each SIGINT, SIGTERM and SIGHUP, on a separate thread.
 fn on_signals(handler: impl FnMut() + Send + 'static) -> Result<(), Failure> {
     signal::listen(handler).map_err(|error| Failure::new(format!("cannot handle signals: {error}")))
 }

@@ -16,18 +16,18 @@ const SAMPLE: usize = 16 << 20;
 pub(super) enum TokenizerCommand {
     /// Train a byte-level BPE tokenizer
     Train {
-        /// Training data, of which the first gigabyte is used: text, JSON, CSV, TSV or Parquet, as
-        /// a file or folder; a dataset on the hub, OWNER/NAME; or - for text or JSON on standard
-        /// input
+        /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the
+        /// hub, OWNER/NAME; or - for text or JSON on standard input. Only the first gigabyte is
+        /// used
         #[arg(long, value_name = "PATH")]
         data: PathBuf,
-        /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
+        /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
         #[arg(long, value_name = "NAME", default_value = "text")]
         field: String,
         /// Vocabulary size, at least 257
         #[arg(long, value_name = "N")]
         vocab_size: usize,
-        /// Output file, a tokenizer.json
+        /// Output file (tokenizer.json)
         #[arg(long, value_name = "FILE")]
         out: PathBuf,
     },

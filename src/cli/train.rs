@@ -26,19 +26,20 @@ use super::signals::{pass_signals_on, signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
-    /// Recipe file, or the name of a shipped recipe: stories, shakespeare-char-cpu,
+    /// Recipe file, or a built-in recipe [default: stories]: stories, shakespeare-char-cpu,
     /// shakespeare-char-gpu, gpt2-124m, llama-15m, chat-lora, chat-full, home, intent-slot
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
     task: Option<TaskName>,
     /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the hub,
-    /// OWNER/NAME; or a folder made by `prepare`. For intent-slot, a folder with train, valid and
-    /// test, each with seq.in, seq.out and label, or with train.jsonl, valid.jsonl and test.jsonl
+    /// OWNER/NAME; or a folder made by `prepare`. For intent-slot, a folder with train.jsonl,
+    /// valid.jsonl and test.jsonl, or with folders train, valid and test that each hold seq.in,
+    /// seq.out and label
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one [default:
-    /// the recipe's, or text]
+    /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
+    /// [default: the recipe's, or text]
     #[arg(long, value_name = "NAME", conflicts_with = "resume")]
     field: Option<String>,
     /// Initialize from this model: folder, .gguf file, or name on the hub, OWNER/NAME
@@ -47,13 +48,13 @@ pub(super) struct TrainArgs {
     /// Output folder [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Number of optimizer steps
+    /// Total number of optimizer steps, those before --resume included [default: the recipe's]
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Train N models with consecutive seeds and report mean and standard deviation
+    /// Train N models, with seeds from --seed on, and report mean and standard deviation
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
     seeds: Option<u64>,
-    /// Train one model per value of a setting, and compare them; several --sweep train every
+    /// Train one model per value of a setting, and compare them; repeat it to train every
     /// combination
     #[arg(long, value_name = "KEY=A,B,..", conflicts_with_all = ["resume", "seeds"])]
     sweep: Vec<String>,
@@ -66,11 +67,11 @@ pub(super) struct TrainArgs {
     /// Print plain lines instead of the dashboard
     #[arg(long)]
     plain: bool,
-    /// Log to this Weights & Biases project, through its own Python client
+    /// Log to this Weights & Biases project, through its Python package, wandb
     #[arg(long, value_name = "PROJECT")]
     wandb: Option<String>,
-    /// Train on this many GPUs of this machine, a process each; with --backend cpu in as many
-    /// processes. Launchers of several machines are understood as well: see docs/distributed.md
+    /// Data-parallel training on N GPUs of this machine, one process per GPU (with --backend cpu, N
+    /// processes). batch_size is that of all together. For several machines see docs/distributed.md
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..), visible_alias = "ranks")]
     gpus: Option<u16>,
     #[command(flatten)]
@@ -117,7 +118,7 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
     }
     let trained = train_here(args, backend, interrupter, ranks.clone());
     if let Err(failure) = &trained {
-        // What failed before the others began.
+        // A failure before the other ranks have started.
         ranks.failed(failure);
     }
     trained
@@ -127,7 +128,7 @@ fn before_exit() {
     leave_terminal();
 }
 
-/// Refuses what several ranks cannot do.
+/// Refuses settings that do not work with several ranks.
 fn takes_ranks(args: &TrainArgs, backend: BackendName, devices: usize, start: &Start) -> Result<(), Failure> {
     if matches!(backend, BackendName::Wgpu | BackendName::Vulkan) {
         let name = backend.as_str();
@@ -136,7 +137,7 @@ fn takes_ranks(args: &TrainArgs, backend: BackendName, devices: usize, start: &S
         )));
     }
     if args.seeds.is_some() || !args.sweep.is_empty() {
-        return Err(Failure::usage("--seeds and --sweep train one model after the other, and not with several ranks"));
+        return Err(Failure::usage("--seeds and --sweep do not work with several ranks"));
     }
     match start {
         Start::Launch { count, .. } if backend == BackendName::Cuda && *count > devices => {
@@ -146,7 +147,7 @@ fn takes_ranks(args: &TrainArgs, backend: BackendName, devices: usize, start: &S
     }
 }
 
-/// Waits for the ranks that were started here.
+/// Waits for the ranks that this process has started.
 fn launch(launch: Launch) -> Result<ExitCode, Failure> {
     #[cfg(unix)]
     {
@@ -154,7 +155,7 @@ fn launch(launch: Launch) -> Result<ExitCode, Failure> {
         pass_signals_on(move |signal| {
             let signal = rustix::process::Signal::from_named_raw(signal);
             if let (Some(leader), Some(signal)) = (leader, signal) {
-                // It may have gone.
+                // The process may have exited.
                 let _ = rustix::process::kill_process(leader, signal);
             }
         })?;
@@ -162,7 +163,7 @@ fn launch(launch: Launch) -> Result<ExitCode, Failure> {
     Ok(ExitCode::from(launch.wait()?))
 }
 
-/// Trains in this process, alone or as the first of several ranks.
+/// Trains in this process, as the only rank or as rank 0.
 fn train_here(
     args: &TrainArgs,
     backend: BackendName,
@@ -295,7 +296,7 @@ fn train_sweep(
             })
             .collect();
     }
-    // All are checked before any is trained.
+    // All recipes are checked before the first is trained.
     let recipes = combinations.iter().map(|settings| recipe.with_all(settings.iter().copied()));
     let recipes = recipes.collect::<Result<Vec<_>, _>>()?;
     let mut folders = Vec::new();
@@ -339,7 +340,7 @@ fn train_sweep(
     Ok(ExitCode::SUCCESS)
 }
 
-/// A run, displayed and recorded as the command line asks.
+/// A run with the displays and records of the command line.
 fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRun {
     let device = backend.devices().ok().and_then(|devices| devices.into_iter().next());
     let device = device.map_or_else(|| backend.as_str().to_string(), |device| device.name);
@@ -381,7 +382,7 @@ fn spread(summaries: &[Value], out: &Path) -> Value {
     spread
 }
 
-/// What the command line asks for.
+/// The recipe request of the command line.
 fn request(args: &TrainArgs) -> RecipeRequest {
     let steps = args.steps.map(|steps| format!("training.steps={steps}"));
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));
@@ -404,7 +405,7 @@ fn latest_run() -> Result<PathBuf, Failure> {
     newest.ok_or_else(|| Failure::new("no run in runs/ to resume: name one with --out DIR"))
 }
 
-/// The summary for people.
+/// Prints the summary as text.
 fn tell(summary: &Value) {
     let number = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
     let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));

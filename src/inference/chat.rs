@@ -145,7 +145,8 @@ impl ChatTemplate {
         self.template_of(dialogue)?.render(&self.variables(dialogue, false))
     }
 
-    /// A complete dialogue, with `marks` before and behind what the assistant writes; none if the template does not say what that is.
+    /// A complete dialogue, with `marks` before and behind what the assistant writes; none if the
+    /// template does not say what that is.
     ///
     /// # Errors
     /// As [`render`](Self::render).

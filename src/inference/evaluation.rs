@@ -105,8 +105,8 @@ impl OnBackend for EvaluationRun {
     }
 }
 
-/// Evaluates `model` on a text, in windows of `context` tokens (default: the model's context, up to 1,024) that are `stride`
-/// tokens apart (default: half a window).
+/// Evaluates `model` on a text, in windows of `context` tokens (default: the model's context, up to
+/// 1,024) that are `stride` tokens apart (default: half a window).
 ///
 /// # Errors
 /// If the sizes are invalid for the model, the text has fewer than two tokens or tokens that are not in the vocabulary, or the

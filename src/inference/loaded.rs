@@ -55,8 +55,8 @@ pub trait LoadedModel: Send {
     /// The tokenizer.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Generates from several prompts concurrently. `show` gets the index of a prompt and new text; `interrupt` ends all
-    /// outputs early.
+    /// Generates from several prompts concurrently. `show` gets the index of a prompt and new text;
+    /// `interrupt` ends all outputs early.
     ///
     /// # Errors
     /// If the model is an encoder, an option or a prompt is invalid, or the device fails.
@@ -90,13 +90,13 @@ pub trait LoadedModel: Send {
     ///
     /// # Errors
     /// If the model is not an encoder, a text is empty or too long, or the device fails.
-    fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, Failure>;
+    fn embed(&self, sentences: &[String]) -> Result<Vec<Vec<f32>>, Failure>;
 
     /// The intent and slots of each text.
     ///
     /// # Errors
     /// If the model was not trained on utterances, or the device fails.
-    fn predict(&self, texts: &[String]) -> Result<Vec<Prediction>, Failure>;
+    fn predict(&self, utterances: &[String]) -> Result<Vec<Prediction>, Failure>;
 
     /// Evaluates the model on a text; see [`evaluate`].
     ///
@@ -261,22 +261,22 @@ impl<B: Backend> LoadedModel for Loaded<B> {
         Ok(inspection.attention.into_iter().map(DeviceTensor::new).collect())
     }
 
-    fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, Failure> {
+    fn embed(&self, sentences: &[String]) -> Result<Vec<Vec<f32>>, Failure> {
         let (Kind::Encoder(embedder) | Kind::Predictor { embedder, .. }) = &self.kind else {
             return Err(Failure::new(format!("{}: not an encoder: it has no text embeddings", self.name)));
         };
-        let tokens = texts.iter().map(|text| embedder.tokenizer().encode_prompt(text));
+        let tokens = sentences.iter().map(|text| embedder.tokenizer().encode_prompt(text));
         embedder.embed(&tokens.collect::<Result<Vec<_>, _>>()?)
     }
 
-    fn predict(&self, texts: &[String]) -> Result<Vec<Prediction>, Failure> {
+    fn predict(&self, utterances: &[String]) -> Result<Vec<Prediction>, Failure> {
         let Kind::Predictor { predictor, .. } = &self.kind else {
             return Err(Failure::new(format!(
                 "{}: not trained on utterances; train a model with the recipe home or intent-slot",
                 self.name
             )));
         };
-        predictor.predict(&texts.iter().map(String::as_str).collect::<Vec<_>>())
+        predictor.predict(&utterances.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
     fn evaluate(&self, text: &str, sizes: (Option<usize>, Option<usize>)) -> Result<Evaluation, Failure> {

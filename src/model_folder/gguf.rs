@@ -144,7 +144,7 @@ mod tests {
     fn vocabularies_give_the_ids_of_the_tokenizers_that_they_came_from() {
         let golden_ids: Value =
             serde_json::from_slice(&std::fs::read(golden("tokenizers.json")).expect("a golden file")).expect("JSON");
-        let samples: Vec<String> = serde_json::from_value(golden_ids["texts"].clone()).expect("strings");
+        let samples: Vec<String> = serde_json::from_value(golden_ids["samples"].clone()).expect("strings");
         let vocabularies = golden_ids["vocabularies"].as_object().expect("vocabularies");
         assert!(vocabularies.len() > 6, "all of them");
         let mut wrong = Vec::new();

@@ -21,9 +21,9 @@ const LATE: u64 = 4096;
 /// What a verdict is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum VerdictKind {
-    /// An operation ran its reference.
+    /// An operation ran its reference instead of a fused kernel.
     Fallback,
-    /// Data crossed between host and device.
+    /// Data was copied between host and device.
     Copies,
     /// The host waited for the device.
     Sync,

@@ -14,7 +14,7 @@ pub enum TaskName {
     /// Predict the next token
     #[default]
     Language,
-    /// Write what the assistant says in conversations
+    /// Predict the assistant's messages in conversations
     Chat,
     /// Predict an utterance's intent and slots
     IntentSlot,

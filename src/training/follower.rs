@@ -1,4 +1,4 @@
-//! A run as any rank but the first takes part in it: it does what the first one says.
+//! The training loop of ranks other than rank 0: it executes the commands of rank 0.
 
 use std::ops::ControlFlow;
 
@@ -10,13 +10,13 @@ use crate::training::checkpoint;
 use crate::training::parallel::{Begin, Command, Ranks};
 use crate::training::trainer::Trainer;
 
-/// A rank other than the first.
+/// A rank other than rank 0.
 pub struct Follower {
     ranks: Ranks,
 }
 
 impl Follower {
-    /// Of these ranks.
+    /// The follower for one of `ranks`.
     pub fn new(ranks: Ranks) -> Self {
         Self { ranks }
     }
@@ -40,14 +40,16 @@ fn follow<B: Backend>(ranks: &Ranks, device: B::Device) -> Result<(), Failure> {
         Command::Begin(begin) => *begin,
         _ => return Ok(()),
     };
-    // The first rank has made the tokens, which are found where it keeps them, or made again.
+    // Rank 0 has already tokenized the data; its token cache is read, or rebuilt.
     let watch = &mut |_: &_, _| ControlFlow::Continue(());
     let task = match &checkpoint {
         Some((folder, _)) => recipe.task_of(folder, watch)?,
         None => recipe.task_watched(watch)?,
     };
     if task.checksum()? != checksum {
-        return Err(Failure::new("the tokenizer or the labels are not those of rank 0: is the data the same here?"));
+        return Err(Failure::new(
+            "tokenizer or labels differ from those of rank 0: check that all ranks read the same data",
+        ));
     }
     let collective = Collective::best::<B>(ranks.rank(), ranks.host(), &device).map_err(Failure::new)?;
     ranks.watch(&collective);
@@ -60,7 +62,7 @@ fn follow<B: Backend>(ranks: &Ranks, device: B::Device) -> Result<(), Failure> {
         match ranks.next()? {
             Command::Step => drop(trainer.train_step()?),
             Command::Complete => trainer.complete(),
-            // What is judged by its scores the first rank judges alone.
+            // Only rank 0 computes scores.
             Command::Judge { .. } if trainer.task().has_scores() => trainer.complete(),
             Command::Judge { tokens } => drop(trainer.evaluate(tokens)?),
             Command::Save => trainer.follow_save(),

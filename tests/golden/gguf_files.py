@@ -389,7 +389,7 @@ def sentencepiece_tokenizer(writer):
 
 
 def vocabularies():
-    golden = {"texts": SAMPLES, "vocabularies": {}}
+    golden = {"samples": SAMPLES, "vocabularies": {}}
 
     def written(name, keys):
         writer = gguf.GGUFWriter(OUT / f"vocab-{name}.gguf", "llama")

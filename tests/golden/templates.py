@@ -7,7 +7,7 @@
 `snippets` are [template, context, text]; where Jinja refuses, the text is null, and where it refuses with a message of
 the template's own, {"raised": message}. Those of `refused` are [template, context, name]: Jinja renders them, and Fireclay
 is to refuse them by that name. `families` are templates in the style of ten families of models, short and written for this
-file; `conversations` are contexts, and `texts` has what each family makes of each conversation. The time is always `now`.
+file; `conversations` are contexts, and `samples` has what each family makes of each conversation. The time is always `now`.
 """
 
 import json
@@ -588,7 +588,7 @@ golden = {
     "refused": REFUSED,
     "families": FAMILIES,
     "conversations": CONVERSATIONS,
-    "texts": {
+    "samples": {
         family: {name: rendered(template, context) for name, context in CONVERSATIONS.items()}
         for family, template in FAMILIES.items()
     },

@@ -143,7 +143,7 @@ def main():
     states = {base: state(tokenizer) for base, tokenizer in made.items()}
     lines = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in cases)
     bases_ = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(own, separators=(',', ':'))}" for name, own in states.items())
-    OUT.write_text(f'{{"texts": {json.dumps(SAMPLES)},\n "bases": {{\n  {bases_}}},\n "cases": [\n  {lines}]}}\n')
+    OUT.write_text(f'{{"samples": {json.dumps(SAMPLES)},\n "bases": {{\n  {bases_}}},\n "cases": [\n  {lines}]}}\n')
 
 
 main()

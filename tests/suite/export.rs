@@ -120,7 +120,7 @@ fn every_kind_of_file_gives_the_weights_back_that_it_was_made_of() {
                     GgufKind::F32 => (32.0, 32.0),
                     _ => (16.0, 16.0),
                 };
-                assert!((least..=most).contains(&bits), "{kind:?}: {bits} bits a weight");
+                assert!((least..=most).contains(&bits), "{kind:?}: {bits} bits per weight");
             }
         }
     }

@@ -229,7 +229,7 @@ fn a_rank_that_stands_still_ends_all_with_one_line() {
     let run = Endless::begin(&out, &[]);
     signal("STOP", &run.rank(1));
     let (status, stderr) = run.end(Duration::from_secs(10));
-    assert_one_line(status, &stderr, &["rank 1", "no sign of life", "--resume"]);
+    assert_one_line(status, &stderr, &["rank 1", "no heartbeat", "--resume"]);
     assert_goes_on(&out);
 }
 

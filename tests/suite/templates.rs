@@ -61,7 +61,7 @@ fn conversations_in_the_style_of_ten_families_render_as_in_jinja() {
     for (family, template) in families {
         for (name, context) in conversations {
             let found = rendered(&golden, text(template), context);
-            assert_eq!(difference(&golden["texts"][family][name], &found), None, "{family}, {name}");
+            assert_eq!(difference(&golden["samples"][family][name], &found), None, "{family}, {name}");
         }
     }
 }

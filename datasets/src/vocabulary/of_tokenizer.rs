@@ -116,7 +116,7 @@ impl Settings<'_> {
         }
         if !stripped.is_empty() {
             let names = stripped.join(", ");
-            notes.push(format!("spaces beside {names} are kept, which the tokenizer strips: GGUF files cannot say so"));
+            notes.push(format!("the tokenizer strips spaces around {names}, which GGUF cannot express: they are kept"));
         }
         kinds
     }

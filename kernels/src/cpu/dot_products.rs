@@ -1,11 +1,11 @@
-//! Products of a few rows with a matrix that is read once, in its stored layout.
+//! Products of a few rows with a matrix, which is read once, in its stored layout.
 
 use pulp::{Simd, WithSimd};
 
 use super::{LANES, sum_of};
 
-/// The sums of products of all rows of `a` with all of `b`, which have `size` elements, into `out`
-/// `[rows of a, rows of b]`: each is what [`sum_of`] gives.
+/// The dot products of all rows of `a` with all rows of `b`, of `size` elements each, stored in
+/// `out` `[rows of a, rows of b]`. Each equals [`sum_of`]'s result.
 pub(crate) struct DotProducts<'a> {
     pub(crate) a: &'a [f32],
     pub(crate) b: &'a [f32],
@@ -14,13 +14,13 @@ pub(crate) struct DotProducts<'a> {
 }
 
 impl DotProducts<'_> {
-    /// With the widest vectors that the processor has.
+    /// Computes with the widest vectors that the processor has.
     pub(crate) fn compute(self) {
         pulp::Arch::new().dispatch(self);
     }
 
-    /// The products of several rows with one of `b`, which comes from memory once and in order; a
-    /// sum has `EACH` registers.
+    /// Multiplies several rows of `a` with one row of `b` at a time, so that `b` is read once and
+    /// in order. A sum has `EACH` registers.
     #[inline(always)]
     fn by_rows<S: Simd, const MOST: usize, const EACH: usize>(self, simd: S) {
         let Self { a, b, size, out } = self;
@@ -62,7 +62,7 @@ impl WithSimd for DotProducts<'_> {
     }
 }
 
-/// The sums of products of the first rows of `a` with `b`, each as [`sum_of`] has it.
+/// The dot products of the first `ROWS` rows of `a` with `b`, each as in [`sum_of`].
 #[inline(always)]
 fn sums_of_products<S: Simd, const ROWS: usize, const EACH: usize>(simd: S, a: &[f32], b: &[f32]) -> [f32; ROWS] {
     let (size, whole) = (b.len(), b.len() / LANES * LANES);
@@ -111,7 +111,7 @@ mod tests {
                 }
             };
             check(&|products| products.compute());
-            // With vectors that are narrower than this processor's, too.
+            // Also with vectors that are narrower than this processor's.
             check(&|products| Simd::vectorize(pulp::Scalar::new(), products));
             #[cfg(target_arch = "x86_64")]
             if let Some(avx2) = pulp::x86::V3::try_new() {

@@ -1,7 +1,7 @@
-//! What the CPU's operations are built from: tensors as slices, vectorised loops, products.
+//! Building blocks of the CPU's operations: tensors as slices, vectorised loops, products.
 //!
-//! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first
-//! would be one more pass over it, by one thread.
+//! The thread that fills new memory also clears it, a piece at a time: clearing all of it first
+//! would be one more pass over memory, in one thread.
 
 mod dot_products;
 mod stored;
@@ -22,26 +22,26 @@ pub(crate) use self::stored::{DOT_PRODUCT_ROWS, Inputs, QuantizedRows, stored_gr
 pub(crate) use self::tile_products::Instructions;
 pub(crate) use self::words::{Words, words_tensor};
 
-/// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up
-/// to three times as many where that leaves an even number of slabs.
+/// Columns of a slab of a product: as many as `gemm`'s kernels have in registers, or two or three
+/// times as many if the number of slabs stays even.
 const SLAB: usize = 64;
 const WIDE_SLABS: [usize; 2] = [3 * SLAB, 2 * SLAB];
-/// Slabs of a product at most; wider ones beyond.
+/// Maximum number of slabs; larger products have wider slabs.
 const SLABS: usize = 64;
-/// Slabs below which they are cut across, and the rows that a piece has then at least.
+/// With fewer slabs, each is also split by rows, into pieces of at least `TALL` rows.
 const FEW_SLABS: usize = 12;
 const TALL: usize = 256;
-/// Multiplications below which a product is not worth a second thread.
+/// Products with fewer multiplications run on one thread.
 const SMALL_PRODUCT: usize = 1 << 17;
 
-/// Elements that a thread should have at least, or starting it costs more than it brings.
+/// Minimum number of elements per thread, below which starting a thread costs more than it saves.
 const GRAIN: usize = 1 << 13;
 
-/// A tensor's values on the host, where they are anyway.
+/// A tensor's values in host memory, without a copy.
 pub(crate) struct Values(SharedArray<f32>);
 
 impl Values {
-    /// The values as they lie, with whatever strides.
+    /// The values with the tensor's strides.
     pub(crate) fn strided<const D: usize>(tensor: Tensor<NdArray, D>) -> Self {
         match tensor.into_primitive() {
             TensorPrimitive::Float(NdArrayTensor::F32(storage)) => Self(storage.into_shared()),
@@ -49,7 +49,7 @@ impl Values {
         }
     }
 
-    /// The values row after row; copied only if they do not lie so.
+    /// The values in row-major order; copied only if they are not.
     pub(crate) fn rows<const D: usize>(tensor: Tensor<NdArray, D>) -> Self {
         let Self(array) = Self::strided(tensor);
         if array.is_standard_layout() {
@@ -58,7 +58,7 @@ impl Values {
         Self(Self::in_rows(&array))
     }
 
-    /// The values row after row, to be changed: copied only where something else holds them.
+    /// The values in row-major order, for writing; copied only if they are shared.
     pub(crate) fn into_vec(self) -> Vec<f32> {
         let size = self.0.len();
         match self.0.into_owned().into_raw_vec_and_offset() {
@@ -67,8 +67,8 @@ impl Values {
         }
     }
 
-    /// The same values seen in another shape of as many elements; copied only if they do not lie
-    /// row after row.
+    /// A tensor of the same values in another shape; copied only if they are not in row-major
+    /// order.
     pub(crate) fn reshaped<const D: usize>(self, shape: [usize; D]) -> Tensor<NdArray, D> {
         let array = if self.0.is_standard_layout() { self.0 } else { Self::in_rows(&self.0) };
         from_array(array.into_shape_with_order(IxDyn(&shape)).expect("as many elements as before"))
@@ -78,7 +78,7 @@ impl Values {
         array.as_standard_layout().into_owned().into_shared()
     }
 
-    /// Steps from one element to the next along each dimension.
+    /// Strides in elements.
     pub(crate) fn strides(&self) -> &[isize] {
         self.0.strides()
     }
@@ -92,7 +92,7 @@ impl Values {
 impl std::ops::Deref for Values {
     type Target = [f32];
 
-    /// Only for values row after row.
+    /// Only for values in row-major order.
     fn deref(&self) -> &[f32] {
         self.0.as_slice().expect("values row after row")
     }
@@ -110,7 +110,7 @@ fn from_array<const D: usize>(array: SharedArray<f32>) -> Tensor<NdArray, D> {
 /// An integer tensor's values.
 pub(crate) fn integers<const D: usize>(tensor: Tensor<NdArray, D, Int>) -> Vec<i64> {
     match tensor.into_primitive() {
-        // As they lie, without a detour through bytes.
+        // Without a conversion to bytes.
         NdArrayTensor::I64(storage) => storage.into_shared().iter().copied().collect(),
         primitive => Tensor::<NdArray, D, Int>::from_primitive(primitive).into_data().iter::<i64>().collect(),
     }
@@ -121,16 +121,15 @@ pub(crate) fn clamp_index(id: i64, last: usize) -> usize {
     usize::try_from(id).unwrap_or(usize::MAX).min(last)
 }
 
-/// Runs `work` with the widest vectors that the processor has. Closures that lead to it are
-/// `#[inline(always)]`, as are functions that it calls: what is not inlined is compiled once,
-/// without them.
+/// Runs `work` with the widest vectors that the processor has. Functions and closures called by it
+/// must be `#[inline(always)]`: what is not inlined is compiled without these vectors.
 #[inline(always)]
 pub(crate) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(work)
 }
 
-/// Calls `work` with the index of the first row and the rows of each piece of `out`, on all cores
-/// if that pays.
+/// Splits `out` into pieces of whole rows, and calls `work` with each piece and the index of its
+/// first row. Uses all cores if that pays.
 pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
     let rows = (GRAIN / columns.max(1)).max(1);
     if out.len() <= rows * columns {
@@ -147,18 +146,18 @@ pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mu
     });
 }
 
-/// An address that threads share, each of which writes elsewhere.
+/// An address that threads share. Each thread writes elsewhere.
 #[derive(Clone, Copy)]
 struct Shared(*mut f32);
 
-// SAFETY: whoever makes one sees to it that no two threads write the same elements, or one what
-// another reads.
+// SAFETY: its users ensure that no two threads write the same elements, and that no thread reads
+// what another writes.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
-/// New matrices of `rows` rows, of `columns` columns each: `work` gets the index of a piece's first
-/// row and that piece of each matrix, cleared, on all cores if that pays.
+/// New matrices of `rows` rows, with `columns` columns each. `work` gets the index of a piece's
+/// first row and that piece of each matrix, cleared. Uses all cores if that pays.
 pub(crate) fn new_rows<const N: usize>(
     rows: usize,
     columns: [usize; N],
@@ -189,8 +188,8 @@ pub(crate) fn new_rows_beside<const N: usize>(
     let fill = |index: usize| {
         let (first, x) = (index * piece, x);
         let size = piece.min(rows - first);
-        // SAFETY: rows `first` to `first + size` lie within each matrix's memory, and no other
-        // piece has them; those of new matrices are written before a slice of them is made.
+        // SAFETY: rows `first` to `first + size` are within each matrix's allocation, and no other
+        // piece has them. Rows of new matrices are initialized before a slice of them is created.
         let (x, pieces) = unsafe {
             let pieces = std::array::from_fn(|i| {
                 let at = begin[i].0.add(first * columns[i]);
@@ -215,9 +214,9 @@ pub(crate) fn new_rows_beside<const N: usize>(
     out
 }
 
-/// A new matrix of few rows, a piece of its columns at a time, on all cores if that pays: `work`
-/// gets the columns, and the piece `[rows, columns]` that it fills. `cost` is the work for a
-/// column, in elements.
+/// A new matrix of few rows, filled in pieces of columns. `work` gets a range of columns and the
+/// piece `[rows, columns]` to fill. `cost` is the work per column, in elements. Uses all cores if
+/// that pays.
 pub(crate) fn new_columns(
     rows: usize,
     columns: usize,
@@ -236,7 +235,8 @@ pub(crate) fn new_columns(
             || work(range.clone(), &mut own),
         );
         for (row, own) in own.chunks_exact(width).enumerate() {
-            // SAFETY: there is room for [rows, columns], and no other piece has these columns.
+            // SAFETY: the allocation has room for [rows, columns], and no other piece has these
+            // columns.
             unsafe { begin.0.add(row * columns + range.start).copy_from_nonoverlapping(own.as_ptr(), width) };
         }
     };
@@ -249,14 +249,14 @@ pub(crate) fn new_columns(
     out
 }
 
-/// As many zeros.
+/// A vector of `size` zeros.
 pub(crate) fn zeros(size: usize) -> Vec<f32> {
     let [zeros] = new_rows(size, [1], |_, _| {});
     zeros
 }
 
-/// Calls `work` with ranges of `rows` that are the same on every machine, and adds up the `[width]`
-/// sums it fills.
+/// Sums `[width]` vectors over all rows. `work` fills the sum over a range of rows. The ranges do
+/// not depend on the machine.
 pub(crate) fn sum_over_rows(rows: usize, width: usize, work: impl Fn(Range<usize>, &mut [f32]) + Sync) -> Vec<f32> {
     const PIECE: usize = 128;
     let pieces: Vec<Vec<f32>> = (0..rows.div_ceil(PIECE))
@@ -293,8 +293,8 @@ pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Updates equal-length slices elementwise, sixteen elements at a time: the compiler need not know
-/// that they do not overlap.
+/// Updates equal-length slices elementwise, sixteen elements at a time, so that loops are
+/// vectorised although the slices might overlap.
 #[inline(always)]
 pub(crate) fn for_lanes<const N: usize>(slices: [&mut [f32]; N], f: impl Fn([f32; N]) -> [f32; N]) {
     let slices = slices.map(|slice| slice.as_chunks_mut::<LANES>());
@@ -335,10 +335,11 @@ pub(crate) fn max_of(values: &[f32]) -> f32 {
     lanes.iter().fold(rest, |max, value| max.max(*value))
 }
 
-/// `e^x` to about one unit in the last place: Cephes' polynomial around the nearest power of two. NaN stays NaN.
+/// `e^x` to about one unit in the last place: Cephes' polynomial around the nearest power of two.
+/// NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    // Adding it rounds to an integer, which is then found in the low bits.
+    // Adding it rounds to an integer, which is then in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let x = x.clamp(-87.0, 88.0);
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
@@ -360,7 +361,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// A matrix by address and strides.
+/// A matrix: address and strides.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix {
     pointer: *mut f32,
@@ -368,19 +369,18 @@ pub(crate) struct Matrix {
     column: isize,
 }
 
-// SAFETY: a matrix is an address and two steps; `product`, which follows them, is unsafe, and its
-// callers see to it that nothing else touches what it writes.
+// SAFETY: a matrix is only an address and two strides. `product`, which dereferences it, is unsafe.
 unsafe impl Send for Matrix {}
 // SAFETY: as above.
 unsafe impl Sync for Matrix {}
 
 impl Matrix {
-    /// A row-major matrix of `columns` columns. Only the destination of a product is written.
+    /// A row-major matrix of `columns` columns, for reading.
     pub(crate) fn of(values: &[f32], columns: usize) -> Self {
         Self { pointer: values.as_ptr().cast_mut(), row: columns as isize, column: 1 }
     }
 
-    /// The destination of a product.
+    /// A row-major matrix of `columns` columns, for writing.
     pub(crate) fn of_mut(values: &mut [f32], columns: usize) -> Self {
         Self { pointer: values.as_mut_ptr(), row: columns as isize, column: 1 }
     }
@@ -390,29 +390,29 @@ impl Matrix {
         Self { pointer, row, column }
     }
 
-    /// The matrix from `row` and `column` on.
+    /// The submatrix from `row` and `column` on.
     fn from(self, row: usize, column: usize) -> Self {
         let steps = row as isize * self.row + column as isize * self.column;
         Self { pointer: self.pointer.wrapping_offset(steps), ..self }
     }
 
-    /// Rows as columns.
+    /// The transposed matrix.
     pub(crate) fn transposed(self) -> Self {
         Self { row: self.column, column: self.row, ..self }
     }
 }
 
-/// `out = a * b`, or `out += a * b` with `add`: `[m, k]` times `[k, n]`, by the thread that calls.
+/// `out = a * b`, or `out += a * b` with `add`, for `[m, k]` times `[k, n]`, on the calling thread.
 ///
 /// # Safety
-/// The three matrices must lie within live allocations for these sizes, and nothing else may touch
+/// All three matrices must be within live allocations for these sizes, and nothing else may access
 /// `out` meanwhile.
 pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     static PACKING: Once = Once::new();
-    // In columns of a tile, six: a slab of 64 is too narrow to lay the other matrix out again for
-    // it, wider ones are not.
+    // The threshold counts tiles of six columns. Packing the left matrix does not pay for a slab of
+    // 64 columns, but does for wider ones.
     PACKING.call_once(|| gemm::set_lhs_packing_threshold_single_thread(16));
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         gemm::gemm(
             m,
@@ -438,12 +438,12 @@ pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: M
     }
 }
 
-/// [`product`] on all cores, a slab of columns at a time.
+/// [`product`] on all cores, one slab of columns at a time.
 ///
 /// # Safety
 /// As for [`product`].
 pub(crate) unsafe fn wide_product(sizes: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     for_slabs(sizes, |rows, columns| unsafe {
         let out = out.from(rows.start, columns.start);
         product([rows.len(), sizes[1], columns.len()], out, a.from(rows.start, 0), b.from(0, columns.start), add);
@@ -455,7 +455,7 @@ fn for_slabs([m, k, n]: [usize; 3], work: impl Fn(Range<usize>, Range<usize>) + 
     let width = WIDE_SLABS.into_iter().find(|width| n.is_multiple_of(2 * width)).unwrap_or(SLAB);
     let width = width * n.div_ceil(width * SLABS).max(1);
     let slabs = n.div_ceil(width);
-    // Few slabs are cut across, too, as long as that does not lay `b` out again for too few rows.
+    // Split few slabs by rows, too, unless `b` would be packed again for too few rows.
     let height = m.div_ceil((FEW_SLABS / slabs.max(1)).clamp(1, (m / TALL).max(1))).max(1);
     let slab = |index: usize| {
         let (row, column) = (index / slabs * height, index % slabs * width);
@@ -467,11 +467,11 @@ fn for_slabs([m, k, n]: [usize; 3], work: impl Fn(Range<usize>, Range<usize>) + 
     }
 }
 
-/// `a * b` in memory of its own, which nothing clears beforehand, as [`wide_product`] does it. `then` gets each piece of
-/// a row, with the row and its first column, while it is in the cache.
+/// `a * b` in a new matrix, computed as in [`wide_product`], without clearing it first. `then` gets
+/// each piece of a row, with the row and the first column, while the piece is in the cache.
 ///
 /// # Safety
-/// The two matrices must lie within live allocations for these sizes.
+/// Both matrices must be within live allocations for these sizes.
 pub(crate) unsafe fn new_product(
     sizes: [usize; 3],
     a: Matrix,
@@ -483,9 +483,9 @@ pub(crate) unsafe fn new_product(
     let matrix = Matrix::at(out.as_mut_ptr(), n as isize, 1);
     for_slabs(sizes, |rows, columns| {
         let at = matrix.from(rows.start, columns.start);
-        // SAFETY: there is room for [m, n] behind the pointer. A product that adds to nothing
-        // writes all of its slab before that is read, and no other slab has these columns; the rest
-        // is the caller's.
+        // SAFETY: the allocation has room for [m, n]. Without `add`, a product writes its whole
+        // slab before anything reads it, and slabs do not overlap. The caller guarantees `a` and
+        // `b`.
         unsafe {
             let (a, b) = (a.from(rows.start, 0), b.from(0, columns.start));
             product([rows.len(), k, columns.len()], at, a, b, false);
@@ -539,7 +539,7 @@ mod tests {
             let a: Vec<f32> = (0..m * k).map(|i| (i % 13) as f32 - 6.0).collect();
             let b: Vec<f32> = (0..n * k).map(|i| (i % 7) as f32 - 3.0).collect();
             let mut out = vec![1.0; m * n];
-            // SAFETY: the slices hold [m, k], [n, k] and [m, n].
+            // SAFETY: the slices have [m, k], [n, k] and [m, n] elements.
             unsafe {
                 let b = Matrix::of(&b, k).transposed();
                 wide_product([m, k, n], Matrix::of_mut(&mut out, n), Matrix::of(&a, k), b, true);

@@ -1,5 +1,5 @@
-//! Products with quantized matrices: by their kernels, or with a few of their rows dequantized at a
-//! time, into memory that each thread uses again.
+//! Products with quantized matrices: with the format's kernel, or by dequantizing a few rows at a
+//! time into memory that each thread reuses.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -14,24 +14,26 @@ use super::{DotProducts, Matrix, SLAB, Shared, Values, Words, product, vectorise
 use crate::quant::tiles::{self, Fields, TILE};
 use crate::quant::{Format, QuantizedRow, QuantizedWeight, RowFormat, RowOrder, Weight, with_format};
 
-/// Products of so few rows are a dot product for each of their elements.
+/// Up to this many rows of inputs, each element of a product is one dot product.
 pub(crate) const DOT_PRODUCT_ROWS: usize = 16;
-/// Columns of a product of few rows that are worked on together, where they are dequantized.
+/// Columns per piece for few rows, if weights are dequantized.
 const FEW_ROWS_PIECE: usize = 2 * TILE;
-/// Words of tiles that a piece has for few rows of inputs, tiles that it has at the most, and those for many rows.
+/// Size of a piece of tiles: for few rows, in words, with a maximum number of tiles; for many rows,
+/// in tiles.
 const FEW_ROWS_WORDS: usize = 1 << 15;
 const MOST_TILES: usize = 16;
 const TILES: usize = 4;
-/// Rows that are dequantized for a part of a gradient.
+/// Rows dequantized at a time for a gradient.
 const GRADIENT_ROWS: usize = 256;
 
 thread_local! {
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Calls `work` with as many floats of memory that the thread keeps, whatever they are.
+/// Calls `work` with `size` floats of scratch memory of this thread, not cleared.
 fn with_scratch<R>(size: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
-    // Work that another thread's waits for may run within this one's, and finds none: it has its own.
+    // Taken out, because rayon may run another piece of work within `work`: that one allocates its
+    // own.
     let mut scratch = SCRATCH.take();
     if scratch.len() < size {
         scratch.resize(size, 0.0);
@@ -50,12 +52,12 @@ pub(crate) struct QuantizedRows {
     format: Format,
     rows: usize,
     d_input: usize,
-    /// Where rows are in tiles.
+    /// The fields of a block, if rows are in tiles.
     tiles: Option<Fields>,
 }
 
 impl QuantizedRows {
-    /// Of a weight that has been checked.
+    /// From a weight that has been checked.
     pub(crate) fn of(weight: QuantizedWeight<NdArray>) -> Self {
         let ([rows, d_input], scales_each) = (weight.dims(), weight.scales_of_row());
         let QuantizedWeight { packed, scales, format, order } = weight;
@@ -65,7 +67,7 @@ impl QuantizedRows {
         Self { packed, scales, words_each, scales_each, format, rows, d_input, tiles }
     }
 
-    /// Of all parts of a weight, if it is not of floats.
+    /// From all parts of a weight. A float weight is returned as the error.
     #[allow(clippy::result_large_err, reason = "it is the weight as it came, and no error")]
     pub(crate) fn parts(weight: Weight<NdArray>) -> Result<Vec<Self>, Tensor<NdArray, 2>> {
         match weight {
@@ -98,7 +100,7 @@ impl QuantizedRows {
         }
     }
 
-    /// The weights of some rows.
+    /// Dequantizes a range of rows.
     #[inline(always)]
     pub(crate) fn dequantize(&self, range: Range<usize>, out: &mut [f32]) {
         let first = range.start;
@@ -107,7 +109,7 @@ impl QuantizedRows {
         }));
     }
 
-    /// The products of all rows of `x` with some rows, `[rows of x, rows]`.
+    /// The products of all rows of `x` with a range of rows, `[rows of x, rows]`.
     #[inline(always)]
     fn dots(&self, x: &[f32], range: Range<usize>, scratch: &mut [f32], out: &mut [f32]) {
         let (first, width) = (range.start, range.len());
@@ -123,12 +125,12 @@ impl QuantizedRows {
     }
 }
 
-/// How the inputs of a product with a quantized matrix are read.
+/// How a product with a quantized matrix reads its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Inputs {
     /// As they are.
     Exact,
-    /// As bytes with a scale for each block, where the format's kernel multiplies integers.
+    /// As bytes with a scale per block, if the format's kernel multiplies integers.
     Quantized,
 }
 
@@ -136,21 +138,22 @@ pub(crate) enum Inputs {
 #[derive(Clone, Copy)]
 struct Destination {
     begin: Shared,
-    /// Columns of all of it.
+    /// Columns of the whole matrix.
     columns: usize,
 }
 
 impl Destination {
-    /// Calls `then` with each row's piece of some columns.
+    /// Calls `then` with each row's piece of a range of columns.
     ///
     /// # Safety
-    /// There are as many rows, and nothing else touches these columns, which are written.
+    /// The matrix must have `rows` rows. These columns must be written, and nothing else may access
+    /// them.
     unsafe fn finish(self, rows: usize, columns: Range<usize>, then: &impl Fn(usize, usize, &mut [f32])) {
         vectorised(
             #[inline(always)]
             || {
                 for row in 0..rows {
-                    // SAFETY: the caller's.
+                    // SAFETY: guaranteed by the caller.
                     let own = unsafe {
                         let at = self.begin.0.add(row * self.columns + columns.start);
                         std::slice::from_raw_parts_mut(at, columns.len())
@@ -162,8 +165,9 @@ impl Destination {
     }
 }
 
-/// `x * weight^T` of `x` `[rows, d_input]` in memory of its own, the parts of the weight one after the other. `then` gets each
-/// piece of a row, with the row and its first column, while it is in the cache.
+/// `x * weight^T` in a new matrix, for `x` `[rows, d_input]` and the concatenated parts of the
+/// weight. `then` gets each piece of a row, with the row and the first column, while the piece is
+/// in the cache.
 pub(crate) fn stored_product(
     x: &[f32],
     rows: usize,
@@ -176,7 +180,7 @@ pub(crate) fn stored_product(
     let destination = Destination { begin: Shared(out.as_mut_ptr()), columns };
     let mut before = 0;
     for part in parts {
-        // SAFETY: there is room for [rows, columns], and no other part has these columns.
+        // SAFETY: the allocation has room for [rows, columns], and no other part has these columns.
         unsafe {
             match part.tiles {
                 Some(fields) if inputs == Inputs::Quantized || !part.format.rounds_inputs() => {
@@ -193,10 +197,10 @@ pub(crate) fn stored_product(
 }
 
 impl QuantizedRows {
-    /// The products of all rows of `x` by the kernel of the format, from column `before` on.
+    /// The products of all rows of `x`, with the format's kernel, stored from column `before` on.
     ///
     /// # Safety
-    /// The destination has room for them, and nothing else touches these columns.
+    /// The destination must have room for them, and nothing else may access these columns.
     unsafe fn tiles_product(
         &self,
         fields: Fields,
@@ -212,7 +216,7 @@ impl QuantizedRows {
             true => (FEW_ROWS_WORDS / tile_words).clamp(1, MOST_TILES),
             false => TILES,
         };
-        // Rows behind the last whole tile are made one, with rows of zeros.
+        // Rows after the last whole tile become a tile that is padded with zeros.
         let mut last = Vec::new();
         if whole * TILE < self.rows {
             last.extend_from_slice(&self.packed[whole * tile_words..]);
@@ -231,7 +235,7 @@ impl QuantizedRows {
             };
             let columns = before + columns.start..before + columns.end;
             let begin = out.begin;
-            // SAFETY: the caller's; each piece has columns of its own.
+            // SAFETY: guaranteed by the caller; pieces have disjoint columns.
             unsafe {
                 packed.multiply(tiles, columns.len(), begin.0.add(columns.start), out.columns);
                 out.finish(rows, columns, then);
@@ -239,7 +243,7 @@ impl QuantizedRows {
         });
     }
 
-    /// The products of all rows of `x` with rows that are dequantized first, from column `before` on.
+    /// The products of all rows of `x` with dequantized rows, stored from column `before` on.
     ///
     /// # Safety
     /// As for [`tiles_product`](Self::tiles_product).
@@ -266,7 +270,7 @@ impl QuantizedRows {
                         || self.dots(x, range.clone(), scratch, own),
                     );
                     for (row, own) in own.chunks_exact(width).enumerate() {
-                        // SAFETY: the caller's; each piece has columns of its own.
+                        // SAFETY: guaranteed by the caller; pieces have disjoint columns.
                         unsafe {
                             let at = begin.0.add(row * out.columns + first);
                             at.copy_from_nonoverlapping(own.as_ptr(), width);
@@ -281,7 +285,8 @@ impl QuantizedRows {
                     );
                     let at = Matrix::at(begin.0, out.columns as isize, 1).from(0, first);
                     let weights = Matrix::of(weights, d_input).transposed();
-                    // SAFETY: the slices hold [rows, d_input] and [width, d_input]; the rest is as above.
+                    // SAFETY: the slices have [rows, d_input] and [width, d_input] elements; the
+                    // rest is as above.
                     unsafe { product([rows, d_input, width], at, Matrix::of(x, d_input), weights, false) };
                 });
             }
@@ -291,7 +296,7 @@ impl QuantizedRows {
     }
 }
 
-/// `grad * weight`, the gradient of the inputs: `grad` is `[rows, d_output]`.
+/// `grad * weight`, the gradient of the inputs, for `grad` `[rows, d_output]`.
 pub(crate) fn stored_gradient(grad: &[f32], rows: usize, parts: &[QuantizedRows]) -> Vec<f32> {
     let columns: usize = parts.iter().map(|part| part.rows).sum();
     let d_input = parts.first().map_or(0, |part| part.d_input);
@@ -310,8 +315,8 @@ pub(crate) fn stored_gradient(grad: &[f32], rows: usize, parts: &[QuantizedRows]
                     );
                 });
                 let grad = Matrix::of(grad, columns).from(0, before + first);
-                // SAFETY: the slices hold [rows, columns], of which these are `count` within, [count, d_input] and
-                // [rows, d_input].
+                // SAFETY: `grad` has [rows, columns] elements, of which this uses `count` columns;
+                // the other slices have [count, d_input] and [rows, d_input].
                 unsafe {
                     let out = Matrix::of_mut(&mut out, d_input);
                     wide_product([rows, count, d_input], out, grad, Matrix::of(weights, d_input), true);

@@ -1,32 +1,32 @@
-//! Work that the calling thread shares with others of the pool.
+//! Work shared between the calling thread and rayon's pool.
 //!
-//! A pool's `par_iter` hands all of the work to its own threads and sleeps; here the caller begins
-//! at once, and others take pieces as soon as they are awake. One that is late finds nothing, and
-//! nobody waits for it: where other programs keep the processors busy, work slows down in
-//! proportion, and no thread spins for longer than some microseconds.
+//! rayon's `par_iter` hands all work to the pool, and the caller sleeps. Here the caller starts at
+//! once, and pool threads take pieces as soon as they are awake. Nobody waits for a late thread: if
+//! other programs use the cores, work slows down in proportion. No thread spins for more than a few
+//! microseconds.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::Thread;
 
-/// Work of pieces, for threads that outlive it.
+/// Work in pieces. Pool threads may outlive it.
 struct Job {
-    /// What is done with a piece; it is called only between entering and leaving.
+    /// Processes a piece. Called only by threads that have entered and not left.
     work: *const (dyn Fn(usize) + Sync),
     pieces: usize,
     next: AtomicUsize,
-    /// Helpers that have entered and not left, and whether the job is closed.
+    /// Number of helpers that have entered and not left, and the flag `CLOSED`.
     state: AtomicUsize,
     failed: AtomicBool,
     caller: Thread,
 }
 
 const CLOSED: usize = 1 << (usize::BITS - 1);
-/// Rounds that the caller looks for helpers that have a last piece, before it sleeps.
+/// Spins of the caller before it sleeps until the last helper leaves.
 const ROUNDS: usize = 2000;
 
-// SAFETY: `work` is `Sync`, and alive for as long as any thread has entered.
+// SAFETY: `work` is `Sync`, and outlives every thread that has entered.
 unsafe impl Send for Job {}
 // SAFETY: as above.
 unsafe impl Sync for Job {}
@@ -38,7 +38,7 @@ impl Job {
             if piece >= self.pieces {
                 return;
             }
-            // SAFETY: the caller waits for all that entered before what it borrows ends.
+            // SAFETY: the caller keeps `work` alive until all helpers have left.
             unsafe { (*self.work)(piece) };
         }
     }
@@ -56,7 +56,7 @@ impl Job {
         }
     }
 
-    /// Lets no more helpers in, and waits for those that are.
+    /// Admits no more helpers, and waits until all have left.
     fn close(&self) {
         self.state.fetch_or(CLOSED, Ordering::Acquire);
         let mut round = 0;
@@ -67,7 +67,7 @@ impl Job {
     }
 }
 
-/// Calls `work` with each of so many pieces, on this thread and on others that have time.
+/// Calls `work` once for each of `pieces`, on this thread and on idle threads of the pool.
 ///
 /// # Panics
 /// If `work` does.
@@ -77,7 +77,8 @@ pub(crate) fn for_pieces(pieces: usize, work: impl Fn(usize) + Sync) {
         return (0..pieces).for_each(work);
     }
     let work: &(dyn Fn(usize) + Sync) = &work;
-    // SAFETY: only the lifetime is another. `close` waits for all that call it before this function ends, on every way out.
+    // SAFETY: only the lifetime changes. `close` runs before this function returns or unwinds, and
+    // waits for all helpers.
     let work = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(work) };
     let job = Arc::new(Job {
         work,

@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
 
-/// 32-bit words on the host, where they are anyway.
+/// 32-bit words in host memory, without a copy.
 pub(crate) struct Words(SharedArray<i32>);
 
 impl Words {
@@ -25,7 +25,7 @@ impl Words {
         }
     }
 
-    /// The words, to be changed: copied only where something else holds them.
+    /// The words, for writing; copied only if they are shared.
     pub(crate) fn into_vec(self) -> Vec<i32> {
         let size = self.0.len();
         match self.0.into_owned().into_raw_vec_and_offset() {
@@ -35,7 +35,7 @@ impl Words {
     }
 }
 
-/// A tensor of the given words.
+/// A tensor of `words`.
 pub(crate) fn words_tensor<const D: usize>(words: Vec<i32>, shape: [usize; D]) -> Tensor<NdArray, D, Int> {
     let array = SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says");
     Tensor::from_primitive(NdArrayTensor::I32(array.into()))

@@ -38,6 +38,8 @@ use crate::rehearsal;
 pub(crate) const COMMON: &str = include_str!("include/common.cuh");
 /// Shared source of kernels for Hopper: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = concat!(include_str!("include/common.cuh"), include_str!("include/hopper.cuh"));
+/// The largest logit and its token.
+pub(crate) const LARGEST: (&str, &str) = ("largest.cuh", include_str!("include/largest.cuh"));
 /// Maximum shared memory of a block there, in bytes.
 pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.targets()[0].shared_bytes;
 /// Shared source of kernels for Ampere and later: `cp.async`, `mma`.
@@ -77,6 +79,14 @@ pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
 /// The macros that a source is compiled with.
 pub(crate) fn defines<const N: usize>(values: [(&str, usize); N]) -> String {
     values.map(|(name, value)| format!("#define {name} {value}\n")).concat()
+}
+
+/// A source with each `#include "NAME"` replaced by the header of that name. Headers are replaced
+/// in order, so one may include those that follow.
+pub(crate) fn included(source: &str, headers: &[(&str, &str)]) -> String {
+    let replaced =
+        |source: String, (name, header): &(&str, &str)| source.replace(&format!("#include \"{name}\"\n"), header);
+    headers.iter().fold(source.to_string(), replaced)
 }
 
 /// The source with its macros.

@@ -1,7 +1,7 @@
-//! E4M3, a float of 8 bits.
+//! E4M3: 8-bit floats.
 
-/// The value of a float of four bits of exponent and three of fraction, without infinities: E4M3 of FP8 (Micikevicius et
-/// al., 2022).
+/// The value of an E4M3 float: four exponent bits, three fraction bits, no infinities (FP8;
+/// Micikevicius et al., 2022).
 pub fn e4m3_value(byte: u8) -> f32 {
     let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
     let magnitude = match (exponent, byte & 7) {

@@ -1,4 +1,4 @@
-//! Floats of 16 bits, two in a word, for backends that have no such dtype.
+//! 16-bit floats, two per word, for backends without such a dtype.
 //!
 //! ```text
 //! word   | weight 2 i | weight 2 i + 1 |    the first in the low half
@@ -11,16 +11,15 @@ use half::{bf16, f16};
 use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 use super::tiles::{Field, Fields};
 
-/// Weights in a word.
+/// Weights per word.
 const PACKED: usize = 2;
-/// Weights of which rows have multiples.
+/// Row lengths are multiples of this.
 const STEP: usize = 4;
 
 fn layout(d_input: usize) -> Option<RowLayout> {
     (d_input > 0 && d_input.is_multiple_of(STEP)).then_some(RowLayout { words: d_input / PACKED, scales: 0 })
 }
 
-/// The two halves of each word.
 #[inline(always)]
 fn halves(words: &[i32]) -> impl Iterator<Item = u16> {
     words.iter().flat_map(|word| [*word as u16, (*word as u32 >> 16) as u16])
@@ -63,13 +62,13 @@ macro_rules! half_format {
 half_format!(Half, "F16", f16);
 half_format!(Brain, "BF16", bf16);
 
-/// The number that the bits of an f16 stand for.
+/// The value of an f16, from its bits.
 #[cfg(feature = "cubecl")]
 #[cube]
 pub(crate) fn f16_of(bits: u32) -> f32 {
     let exponent = (bits >> 10) & 31;
     let fraction = bits & 1023;
-    // Normal numbers move to f32's exponents; the others are multiples of the least one.
+    // Normal numbers get f32's exponent bias; subnormals are multiples of the smallest one.
     let mut magnitude = f32::reinterpret(((bits & 0x7fff) << 13) + 0x3800_0000);
     if exponent == 0 {
         magnitude = f32::cast_from(fraction) * comptime!(1.0f32 / 16_777_216.0);

@@ -1,7 +1,7 @@
 //! INT8: signed bytes, with a scale for each row.
 //!
 //! ```text
-//! word     | byte 0 | byte 1 | byte 2 | byte 3 |    lowest byte first: columns 4i, 4i + 1, 4i + 2, 4i + 3
+//! word     | byte 0 | byte 1 | byte 2 | byte 3 |    lowest byte first, columns 4i to 4i + 3
 //! weight   = byte * scale of the row                scale = largest magnitude of the row / 127
 //! ```
 
@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 
 use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
-/// Weights in a word.
+/// Weights per word.
 pub(crate) const PACKED: usize = 4;
 
 /// The format.
@@ -50,7 +50,7 @@ impl RowFormat for Int8 {
         let byte = |at: usize| {
             let shifted = packed.clone().bitwise_right_shift_scalar((8 * at as i32).elem());
             let byte: Tensor<B, 2, Int> = shifted.bitwise_and_scalar(0xff.elem());
-            // Bytes from 128 on are negative.
+            // Bytes of 128 and more are negative.
             let negative = byte.clone().greater_elem(127).int().cast(byte.dtype()).mul_scalar(256);
             (byte - negative).reshape([d_output, words, 1])
         };
@@ -59,11 +59,11 @@ impl RowFormat for Int8 {
     }
 }
 
-/// Products that are added up side by side.
+/// Number of running sums.
 #[cfg(feature = "ndarray")]
 const LANES: usize = 16;
 
-/// The sum of products of `x` with the bytes of a row.
+/// The dot product of `x` with a row's bytes.
 #[cfg(feature = "ndarray")]
 #[inline(always)]
 fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
@@ -79,8 +79,7 @@ fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Stores the nearest bytes to a row in `words`, and gives their scale: NaN where the row has a
-/// NaN.
+/// Quantizes a row to bytes in `words`, and returns the scale: NaN if the row contains NaN.
 #[inline(always)]
 pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
     let (largest, sum) =
@@ -97,7 +96,7 @@ pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
     scale
 }
 
-/// A row's bytes times its scale.
+/// Multiplies a row's bytes by its scale.
 #[inline(always)]
 pub(crate) fn dequantize_row(words: &[i32], scale: f32, out: &mut [f32]) {
     for (word, out) in words.iter().zip(out.chunks_exact_mut(PACKED)) {
@@ -107,14 +106,14 @@ pub(crate) fn dequantize_row(words: &[i32], scale: f32, out: &mut [f32]) {
     }
 }
 
-/// The four weights of a word, before the scale.
+/// The four bytes of a word, as floats, not scaled.
 #[cfg(feature = "cubecl")]
 #[cube]
 pub(crate) fn unpack(word: u32) -> Vector<f32, Const<4>> {
     let mut four = Vector::<f32, Const<4>>::new(0.0);
     #[unroll]
     for i in 0..4usize {
-        // With its sign bit flipped, a byte counts up from the least one.
+        // Flipping the sign bit adds 128.
         let byte = ((word >> comptime!(8 * i as u32)) & 0xff) ^ 0x80;
         four[i] = f32::cast_from(byte) - 128.0f32;
     }

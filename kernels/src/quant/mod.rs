@@ -1,18 +1,18 @@
-//! Weight formats: how a matrix is stored where it is not stored as floats of a tensor.
+//! Weight formats: how a matrix is stored if not as a float tensor.
 //!
-//! A quantized matrix is words of 32 bits, and scales where its format keeps them apart:
+//! A quantized matrix consists of 32-bit words, and of scales if its format stores them separately:
 //!
 //! ```text
-//! packed  [d_output, words of a row]
-//! scales  [d_output * scales of a row]    f32, row after row
+//! packed  [d_output, words per row]
+//! scales  [d_output * scales per row]    f32, row-major
 //! ```
 //!
 //! A format is a file in this folder, and a line in [`Format`], [`Format::ALL`] and
-//! [`with_format`]. Each file says how a row is stored and dequantized, how one is quantized where
-//! the program does that, and names the device kernels that read it as it is stored. [`blocks`] has
-//! the formats of GGUF files, [`halves`] floats of 16 bits, [`grouped`] codes of 4 and 8 bits with
-//! scales of groups, which matrices of other checkpoints ([`packed`]) become. Operations without a kernel for a format
-//! dequantize rows of one matrix at a time; none ever holds a whole model in f32.
+//! [`with_format`]. The file defines how a row is stored, dequantized and, for some formats,
+//! quantized, and lists the device kernels that read it as stored. [`blocks`] has the formats of
+//! GGUF files, [`halves`] 16-bit floats, and [`grouped`] 4- and 8-bit codes with group scales, to
+//! which [`packed`] checkpoints are converted. Operations without a kernel for a format dequantize
+//! rows of one matrix at a time; none has a whole model in f32.
 
 pub(crate) mod blocks;
 mod e4m3;
@@ -42,15 +42,15 @@ use crate::recorder::{self, Operand};
 /// The formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// Signed bytes, with a scale for each row: its largest magnitude over 127.
+    /// Signed bytes, one scale per row: its largest magnitude over 127.
     Int8,
-    /// Half floats, for devices that have none.
+    /// f16 in 32-bit words, for devices without f16.
     F16,
-    /// Brain floats, for devices that have none.
+    /// bf16 in 32-bit words, for devices without bf16.
     Bf16,
     /// Blocks of a GGUF file.
     Blocks(BlockFormat),
-    /// Codes with scales of groups.
+    /// Codes with group scales.
     Grouped(GroupedFormat),
 }
 
@@ -77,7 +77,7 @@ macro_rules! with_format {
 }
 pub(crate) use with_format;
 
-/// The words and scales of a matrix, read from its device.
+/// The words and scales of a matrix on the host.
 struct HostRows {
     words: Vec<i32>,
     scales: Vec<f32>,
@@ -106,7 +106,7 @@ impl HostRows {
 }
 
 impl Format {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 3 + BlockFormat::ALL.len() + GroupedFormat::ALL.len()] = {
         let mut all = [Self::Int8; 3 + BlockFormat::ALL.len() + GroupedFormat::ALL.len()];
         all[1] = Self::F16;
@@ -124,38 +124,40 @@ impl Format {
         all
     };
 
-    /// As messages call it.
+    /// Its name in messages.
     pub fn name(self) -> &'static str {
         with_format!(self, F => F::NAME)
     }
 
-    /// The layout of a row of `d_input` weights. None if rows of that length cannot be stored.
+    /// The layout of a row of `d_input` weights. `None` if the format cannot store rows of that
+    /// length.
     pub fn layout(self, d_input: usize) -> Option<RowLayout> {
         with_format!(self, F => F::layout(d_input))
     }
 
-    /// Whether floats are quantized to it here; other formats come from files.
+    /// Whether Fireclay can quantize floats to this format. Other formats come from files.
     pub fn quantizes(self) -> bool {
         with_format!(self, F => F::QUANTIZE.is_some())
     }
 
-    /// Whether the CPU's kernel for it multiplies integers, and rounds inputs to bytes with a scale for each block.
+    /// Whether the CPU kernel multiplies integers, with inputs quantized to bytes and one scale per
+    /// block.
     pub fn rounds_inputs(self) -> bool {
         with_format!(self, F => F::ROUNDS_INPUTS)
     }
 
-    /// A row's blocks in tiles, where the CPU has a kernel for them.
+    /// The fields of a block in tiles, if the CPU has a kernel for the format.
     pub(crate) fn tiles(self) -> Option<Fields> {
         with_format!(self, F => F::TILES)
     }
 
-    /// Whether a device kernel reads it as it is stored.
+    /// Whether a device kernel reads the format as it is stored.
     #[cfg(feature = "cubecl")]
     pub(crate) fn is_read_by(self, reader: Reader) -> bool {
         with_format!(self, F => F::READERS.contains(&reader))
     }
 
-    /// Weights in a word.
+    /// Weights per word.
     #[cfg(feature = "cuda")]
     pub(crate) fn in_word(self) -> usize {
         self.row_length(1)
@@ -166,26 +168,26 @@ impl Format {
     }
 }
 
-/// The order of the words of a matrix.
+/// Order of the words of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowOrder {
-    /// Row after row.
+    /// Row-major.
     Rows,
-    /// Rows in tiles, as the kernels of the CPU read them; on the CPU alone.
+    /// Rows in tiles, as the CPU kernels read them; on the CPU only.
     Tiles,
 }
 
 /// A quantized matrix `[d_output, d_input]`.
 #[derive(Module, Debug)]
 pub struct QuantizedWeight<B: Backend> {
-    /// 32-bit words, `[d_output, words of a row]`.
+    /// 32-bit words, `[d_output, words per row]`.
     pub packed: Tensor<B, 2, Int>,
-    /// f32 `[d_output * scales of a row]`, row after row; none where the words hold them.
+    /// f32 `[d_output * scales per row]`, row-major; `None` if the words contain the scales.
     pub scales: Option<Tensor<B, 1>>,
-    /// How they are to be read.
+    /// The format.
     #[module(skip)]
     pub format: Format,
-    /// In which order the words are.
+    /// The order of the words.
     #[module(skip)]
     pub order: RowOrder,
 }
@@ -197,7 +199,7 @@ impl<B: Backend> QuantizedWeight<B> {
         [d_output, self.format.row_length(words)]
     }
 
-    /// The weights, f32 `[d_output, d_input]`, right on every backend.
+    /// The weights, f32 `[d_output, d_input]`, correct on every backend.
     pub(crate) fn reference(self) -> Tensor<B, 2> {
         let Self { packed, scales, format, order } = &self;
         let by_operations = match order {
@@ -241,15 +243,15 @@ impl<B: Backend> QuantizedWeight<B> {
     }
 }
 
-/// A matrix `[d_output, d_input]`, as an operation takes it. A tensor is one.
+/// A weight matrix `[d_output, d_input]`, the operand of an operation.
 #[derive(Clone, Debug)]
 pub enum Weight<B: Backend> {
     /// Floats of any dtype.
     Float(Tensor<B, 2>),
-    /// Stored in a [`Format`]. Gradients flow through it, but it has none.
+    /// Stored in a [`Format`]. Gradients of inputs flow through it; it has no gradient itself.
     Quantized(QuantizedWeight<B>),
-    /// Quantized matrices of one width, the rows of each after those of the one before: parts of a matrix that are stored in
-    /// several formats. Gradients flow through them, but they have none.
+    /// Quantized matrices with the same `d_input`, concatenated along rows: parts of one matrix in
+    /// several formats. Gradients of inputs flow through them; they have no gradients themselves.
     Stacked(Vec<QuantizedWeight<B>>),
 }
 
@@ -287,7 +289,7 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// The format, where it is not stored as floats; of several the first.
+    /// The format of a quantized weight; of several parts, the format of the first.
     pub fn format(&self) -> Option<Format> {
         match self {
             Self::Float(_) => None,
@@ -296,7 +298,7 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// For a recording.
+    /// For the recorder.
     pub(crate) fn operand(&self) -> Operand {
         match self {
             Self::Float(weight) => recorder::operand(weight),
@@ -308,7 +310,7 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits
+    /// Panics unless the parts fit each other and `holds` is true, which says that the weight fits
     /// `other`.
     #[track_caller]
     pub(crate) fn check(&self, op: &'static str, name: &'static str, holds: bool, other: &Part<'_, B::Device>) {

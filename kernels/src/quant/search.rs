@@ -82,8 +82,8 @@ pub(crate) fn of_table(table: &[f32; 16], group: &[f32], codes: &mut [u8]) -> f3
     if sum.is_nan() { f32::NAN } else { largest }
 }
 
-/// Quantizes a group to the nearest E4M3 floats; returns the scale that maps the largest magnitude to
-/// 448.
+/// Quantizes a group to the nearest E4M3 floats; returns the scale that maps the largest magnitude
+/// to 448.
 pub(crate) fn e4m3(group: &[f32], codes: &mut [u8]) -> f32 {
     let (largest, sum) = group.iter().fold((0.0f32, 0.0f32), |(most, sum), x| (most.max(x.abs()), sum + x));
     let scale = largest / 448.0;

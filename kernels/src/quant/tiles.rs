@@ -1,18 +1,18 @@
-//! Tiles: the order in which the CPU's kernels read the rows of some formats.
+//! Tiles: the order in which the CPU kernels read the rows of some formats.
 //!
-//! Sixteen rows make a tile, so that a vector holds as much of each of them and a sum stays in its
-//! lane. A tile has its rows' first blocks, then their second ones. Of these, field after field, it
-//! has the first unit of all rows, then their second one:
+//! A tile has sixteen rows, one per vector lane, so that each row's sum stays in its lane. It
+//! stores the first blocks of all rows, then the second blocks, and so on. Within these blocks,
+//! field after field, it stores the first unit of all rows, then the second unit, and so on:
 //!
 //! ```text
 //! rows   d quants | d quants | ..                a block of Q8_0: a scale, and 8 units of 4 bytes
 //! tile   d d .. d | first units | second units | .. | d d .. d | ..        16 of each
 //! ```
 //!
-//! Rows behind the last whole tile stay as they are. What a row fills its last word with follows
-//! its tile's blocks.
+//! Rows after the last whole tile are not reordered. The padding of the rows' last words follows
+//! the tile's blocks.
 
-/// Rows of a tile.
+/// Rows per tile.
 pub(crate) const TILE: usize = 16;
 
 /// A part of a block: `count` units of `unit` bytes each.
@@ -22,14 +22,15 @@ pub(crate) struct Field {
     pub(crate) count: usize,
 }
 
-/// A format's blocks as tiles have them.
+/// The fields of a format's block.
 pub(crate) type Fields = &'static [Field];
 
 pub(super) fn block_bytes(fields: Fields) -> usize {
     fields.iter().map(|field| field.unit * field.count).sum()
 }
 
-/// Calls `copy` with the place of each unit in a row, its row, its place in the tile, and its bytes.
+/// Calls `copy` for each unit with its offset in its row, the row, its offset in the tile, and its
+/// size, all in bytes.
 #[inline(always)]
 fn units(fields: Fields, blocks: usize, mut copy: impl FnMut(usize, usize, usize, usize)) {
     let bytes = block_bytes(fields);
@@ -47,19 +48,19 @@ fn units(fields: Fields, blocks: usize, mut copy: impl FnMut(usize, usize, usize
     }
 }
 
-/// The bytes of words, in memory's order, which is that of files.
+/// The bytes of words, in memory order.
 #[inline(always)]
 pub(crate) fn bytes_of(words: &[i32]) -> &[u8] {
-    // SAFETY: a word is four bytes, any of which is one, and bytes are aligned anywhere.
+    // SAFETY: a word is four bytes of any value, and bytes have no alignment.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), std::mem::size_of_val(words)) }
 }
 
 fn bytes_mut(words: &mut [i32]) -> &mut [u8] {
-    // SAFETY: a word is four bytes, any of which make one, and bytes are aligned anywhere.
+    // SAFETY: as above.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), std::mem::size_of_val(words)) }
 }
 
-/// Copies as many bytes, of which there are few: moves in place of a call.
+/// Copies `unit` bytes. Constant sizes compile to moves instead of a call.
 #[inline(always)]
 fn copy_unit(from: &[u8], to: &mut [u8], unit: usize) {
     match unit {
@@ -70,7 +71,7 @@ fn copy_unit(from: &[u8], to: &mut [u8], unit: usize) {
     }
 }
 
-/// Sixteen rows, `[16, words of a row]`, as a tile.
+/// Reorders sixteen rows, `[16, words per row]`, to a tile.
 #[cfg(feature = "ndarray")]
 pub(crate) fn tile_rows(fields: Fields, words: &mut [i32], scratch: &mut Vec<i32>) {
     reorder(fields, words, scratch, |stored, tile, in_row, in_tile, unit| {
@@ -78,7 +79,7 @@ pub(crate) fn tile_rows(fields: Fields, words: &mut [i32], scratch: &mut Vec<i32
     });
 }
 
-/// The rows of a matrix again, row after row.
+/// Restores row-major order.
 pub(crate) fn untile(fields: Fields, words: &mut [i32], [rows, words_each]: [usize; 2]) {
     let mut scratch = Vec::new();
     for tile in words[..rows / TILE * TILE * words_each].chunks_exact_mut(TILE * words_each) {
@@ -88,7 +89,8 @@ pub(crate) fn untile(fields: Fields, words: &mut [i32], [rows, words_each]: [usi
     }
 }
 
-/// Copies what is in `words`, and puts it back as `copy` has it of each unit: from, to, its place in the rows and in the tile.
+/// Reorders `words` through `scratch`. `copy` gets source, destination, and a unit's offsets in
+/// rows and tile, and its size.
 #[inline(always)]
 fn reorder(
     fields: Fields,
@@ -105,7 +107,7 @@ fn reorder(
     });
 }
 
-/// One row of a tile into `out`, as it was.
+/// Copies one row of a tile to `out`, in row order.
 #[cfg(feature = "ndarray")]
 pub(crate) fn row_of_tile(fields: Fields, tile: &[i32], row: usize, out: &mut [i32]) {
     let (stored, own) = (bytes_of(tile), bytes_mut(out));

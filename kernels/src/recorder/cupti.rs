@@ -1,17 +1,16 @@
-//! What NVIDIA's CUPTI tells of a CUDA device.
+//! Records of NVIDIA's CUPTI for a CUDA device.
 //!
-//! CUPTI is loaded when a recording first needs it. Its activity records give the device's side:
-//! kernels, copies and fills with their times. Its callbacks give the host's side: each call of the
-//! driver.
+//! CUPTI is loaded when a recording first needs it. Its activity records describe the device:
+//! kernels, copies and fills with their times. Its callbacks describe the host: each driver call.
 //!
-//! CubeCL makes its driver calls on a thread of its own for each device, which runs closures in the
-//! order in which a user's thread queues them. So an operation's begin and end are queued as
-//! closures too, and bracket its launches. While a closure runs, CubeCL sets that thread's stream
-//! id to that of the thread that queued it: the callback of a driver call reads it, and knows whose
-//! call it is even where several threads feed the device. The call's correlation id then leads from
-//! the device's records back to the operation.
+//! CubeCL makes driver calls on a thread per device, which runs closures in the order in which user
+//! threads queue them. The start and end of an operation are therefore queued as closures, too,
+//! around its launches. While a closure runs, CubeCL sets the device thread's stream id to that of
+//! the thread that queued it. The callback of a driver call reads this id, and so assigns the call
+//! to the right thread even if several threads use the device. The call's correlation id then links
+//! the device's records to the operation.
 //!
-//! Records are read by the part of their layout that CUDA has kept since its version 11.
+//! Records are read only as far as their layout has been the same since CUDA 11.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{CStr, c_char, c_void};
@@ -30,9 +29,9 @@ use cudarc::driver::result::ctx;
 use super::trace::{Activity, Call, Direction, Tracer};
 use super::{Probe, RecorderError, Trace, lock};
 
-/// `cuptiGetVersion` of CUDA 11.4, the oldest with these layouts that this was compared with.
+/// `cuptiGetVersion` of CUDA 11.4, the oldest version whose layouts were checked.
 const OLDEST: u32 = 14;
-/// That of CUDA 14, of which nothing is known.
+/// `cuptiGetVersion` of CUDA 14, whose layouts are unknown.
 const TOO_NEW: u32 = 140_000;
 
 const MEMCPY: u32 = 1;
@@ -40,7 +39,7 @@ const MEMSET: u32 = 2;
 const KERNEL: u32 = 3;
 const CONCURRENT_KERNEL: u32 = 10;
 const MEMCPY_BETWEEN_DEVICES: u32 = 22;
-/// The kinds of records asked for. Of the two for kernels, this one lets them run side by side.
+/// The requested kinds of records. Of both kernel kinds, this one does not serialize kernels.
 const KINDS: [u32; 4] = [CONCURRENT_KERNEL, MEMCPY, MEMSET, MEMCPY_BETWEEN_DEVICES];
 
 const DRIVER_DOMAIN: u32 = 1;
@@ -50,7 +49,7 @@ const FLUSH_FORCED: u32 = 1;
 const SUCCESS: u32 = 0;
 const OTHER_SUBSCRIBER: u32 = 39;
 
-/// Room for some 40,000 records; CUPTI asks for as many as it needs.
+/// About 40,000 records; CUPTI requests as many buffers as it needs.
 const BUFFER: Layout = match Layout::from_size_align(8 << 20, 8) {
     Ok(layout) => layout,
     Err(_) => panic!("a power of two"),
@@ -109,9 +108,8 @@ struct KernelRecord {
     name: *const c_char,
 }
 
-/// The beginning of `CUpti_ActivityMemcpy` to `7`; and, but for the four bytes of `copy`, of
-/// `CUpti_ActivityMemset` to
-/// `5`.
+/// The beginning of `CUpti_ActivityMemcpy` to `7` and, except for the four bytes of `copy`, of
+/// `CUpti_ActivityMemset` to `5`.
 #[repr(C)]
 struct CopyRecord {
     kind: u32,
@@ -157,16 +155,16 @@ const _: () = {
     assert!(offset_of!(CallbackData, correlation) == 64);
 };
 
-/// The recording that runs.
+/// The running recording.
 struct Session {
-    /// Which one, since a closure of an earlier one may still be queued.
+    /// Its id, because closures of an earlier recording may still be queued.
     id: u64,
     tracer: Tracer,
-    /// CUPTI's number of the device.
+    /// CUPTI's device number.
     device: u32,
     /// Its context.
     context: usize,
-    /// Whether calls are watched.
+    /// Whether driver calls are recorded.
     open: bool,
     /// Whether a buffer could not be read to its end.
     damaged: bool,
@@ -175,12 +173,12 @@ struct Session {
 
 struct Handle(Subscriber);
 
-// SAFETY: CUPTI's subscriber is a name for it to look up; any thread may hand it back.
+// SAFETY: CUPTI only looks up the subscriber handle, so any thread may pass it.
 unsafe impl Send for Handle {}
 
 static SESSION: Mutex<Option<Session>> = Mutex::new(None);
 
-/// Watches a CUDA device of CubeCL's.
+/// Records a CUDA device of CubeCL.
 pub(crate) struct CuptiProbe<R: Runtime> {
     id: u64,
     /// The queue of the device's thread.
@@ -188,19 +186,19 @@ pub(crate) struct CuptiProbe<R: Runtime> {
 }
 
 impl<R: Runtime> CuptiProbe<R> {
-    /// A probe of `device`, which has a client already.
+    /// A probe of `device`, which must have a client.
     pub(crate) fn new(device: &R::Device) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self { id: NEXT.fetch_add(1, Ordering::Relaxed), queue: DeviceHandle::new(device.to_id()) }
     }
 
-    /// Runs on the device's thread, in its turn, with the session of this probe.
+    /// Queues `task` on the device's thread, with this probe's session.
     fn submit(&self, task: impl FnOnce(&mut Session) + Send + 'static) {
         let id = self.id;
         self.queue.submit(move |_| with_session(id, task));
     }
 
-    /// As [`submit`](Self::submit), and waits for it.
+    /// Queues `task` on the device's thread, and waits for it.
     fn run<T: Send>(&self, task: impl FnOnce() -> T + Send) -> Result<T, RecorderError> {
         let broken = |_| RecorderError::Device("its thread has panicked".into());
         self.queue.submit_blocking(move |_| task()).map_err(broken)
@@ -216,13 +214,13 @@ fn with_session(id: u64, task: impl FnOnce(&mut Session)) {
 impl<R: Runtime> Probe for CuptiProbe<R> {
     fn start(&self) -> Result<(), RecorderError> {
         let cupti = cupti()?;
-        // A pointer may not cross threads as such.
+        // Pointers are not `Send`.
         let context = self.run(|| ctx::get_current().map(|context| context.map(|context| context as usize)))?;
         let context = context.map_err(|error| RecorderError::Device(error.to_string()))?;
         let context = context.ok_or_else(|| RecorderError::Device("it has no CUDA context".into()))?;
         let mut device = 0;
-        // SAFETY: the context is that of the device's thread, which keeps it; the id is written to
-        // a place of ours.
+        // SAFETY: the context is current on the device's thread, which keeps it; the id is written
+        // to a local variable.
         let code = unsafe { (cupti.device_id)(context as *mut c_void, &mut device) };
         cupti.check("cuptiGetDeviceId", code)?;
         let mut subscriber = null_mut();
@@ -258,13 +256,13 @@ impl<R: Runtime> Probe for CuptiProbe<R> {
 
     fn close(&self) {
         let id = self.id;
-        // A thread that has panicked hands nothing more to the driver.
+        // A thread that has panicked makes no more driver calls.
         let _ = self.run(move || with_session(id, |session| session.open = false));
     }
 
     fn finish(&self) -> Result<Trace, RecorderError> {
         let cupti = cupti()?;
-        // The wait before this was for one stream.
+        // The wait before this was for one stream only.
         let idle =
             self.run(ctx::synchronize).and_then(|idle| idle.map_err(|error| RecorderError::Device(error.to_string())));
         let (flushed, dropped) = (cupti.flush(), cupti.dropped());
@@ -280,37 +278,37 @@ impl Cupti {
     /// The time by the clock of the records, in nanoseconds.
     fn now(&self) -> u64 {
         let mut now = 0;
-        // SAFETY: the time is written to a place of ours, which keeps its zero if that fails.
+        // SAFETY: the time is written to a local variable, which stays zero if the call fails.
         unsafe { (self.timestamp)(&mut now) };
         now
     }
 
     fn enable_all(&self, subscriber: Subscriber) -> Result<(), RecorderError> {
-        // SAFETY: both functions live as long as the program, and keep to what CUPTI asks of them.
+        // SAFETY: both functions are static and follow CUPTI's rules for these callbacks.
         self.check("cuptiActivityRegisterCallbacks", unsafe { (self.register_callbacks)(requested, completed) })?;
         for kind in KINDS {
-            // SAFETY: takes a number, and refuses those that it does not know.
+            // SAFETY: takes a number; unknown ones are refused.
             self.check("cuptiActivityEnable", unsafe { (self.enable)(kind) })?;
         }
-        // SAFETY: the subscriber was just given out.
+        // SAFETY: CUPTI has just returned the subscriber.
         self.check("cuptiEnableDomain", unsafe { (self.enable_domain)(1, subscriber, DRIVER_DOMAIN) })
     }
 
-    /// Has CUPTI hand over all records.
+    /// Makes CUPTI deliver all records.
     fn flush(&self) -> Result<(), RecorderError> {
-        // SAFETY: takes a flag; calls `completed` with buffers that `requested` gave.
+        // SAFETY: takes a flag; calls `completed` with buffers from `requested`.
         self.check("cuptiActivityFlushAll", unsafe { (self.flush_all)(FLUSH_FORCED) })
     }
 
-    /// Whether CUPTI dropped records for want of room.
+    /// Whether CUPTI dropped records for lack of buffers.
     fn dropped(&self) -> bool {
         let mut dropped = 0;
-        // SAFETY: a null context asks for all of them, and the count is written to a place of ours.
+        // SAFETY: a null context means all contexts; the count is written to a local variable.
         let code = unsafe { (self.dropped_records)(null_mut(), 0, &mut dropped) };
         code == SUCCESS && dropped > 0
     }
 
-    /// Ends the session `id`. What fails here fails silently: there is nothing left to record.
+    /// Ends session `id`. Errors are ignored, because nothing is recorded any more.
     fn detach(&self, id: u64) -> Option<Session> {
         let subscriber =
             lock(&SESSION).as_ref().filter(|session| session.id == id).map(|session| session.subscriber.0)?;
@@ -319,7 +317,7 @@ impl Cupti {
             unsafe { (self.disable)(kind) };
         }
         let _ = self.flush();
-        // SAFETY: `start` got it from CUPTI, and only one detach finds the session.
+        // SAFETY: `start` got it from CUPTI, and only one `detach` finds the session.
         unsafe { (self.unsubscribe)(subscriber) };
         lock(&SESSION).take()
     }
@@ -329,31 +327,30 @@ impl Cupti {
             return Ok(());
         }
         let mut text = std::ptr::null();
-        // SAFETY: CUPTI points `text` to a constant of its own, if it knows the code.
+        // SAFETY: if CUPTI knows the code, it points `text` to a static string.
         let known = unsafe { (self.result_string)(code, &mut text) } == SUCCESS && !text.is_null();
-        // SAFETY: a constant string of CUPTI's, as just told.
+        // SAFETY: a static string, as above.
         let text = if known { unsafe { CStr::from_ptr(text) }.to_string_lossy() } else { "unknown error".into() };
         Err(RecorderError::Cupti(format!("{function}: {text} ({code})")))
     }
 }
 
-/// CUPTI calls this at each entry to and each exit from the driver, on the thread that calls the
-/// driver.
+/// CUPTI calls this at entry to and exit from each driver function, on the thread that calls it.
 unsafe extern "C" fn called(_user: *mut c_void, domain: u32, _function: u32, data: *const CallbackData) {
-    // SAFETY: in this domain CUPTI passes its record of the call, valid until this returns.
+    // SAFETY: in this domain, CUPTI passes a record of the call that is valid until this returns.
     let Some(data) = (unsafe { data.as_ref() }) else { return };
     if domain != DRIVER_DOMAIN || ![ENTRY, EXIT].contains(&data.site) || data.function_name.is_null() {
         return;
     }
-    // SAFETY: the name is a constant of CUPTI's.
+    // SAFETY: the name is a static string.
     let name = unsafe { CStr::from_ptr(data.function_name) };
-    // Few functions matter, and the driver has many.
+    // Most driver functions are of no interest.
     let Some(call) = name.to_str().ok().and_then(Call::of) else { return };
     let Ok(cupti) = cupti() else { return };
     let (stream, now) = (StreamId::current().value, cupti.now());
     let mut session = lock(&SESSION);
     let Some(session) = session.as_mut().filter(|session| session.open) else { return };
-    // A thread that only waits has no context set.
+    // A thread that only waits has no current context.
     if !data.context.is_null() && data.context as usize != session.context {
         return;
     }
@@ -363,10 +360,10 @@ unsafe extern "C" fn called(_user: *mut c_void, domain: u32, _function: u32, dat
     }
 }
 
-/// CUPTI asks for room.
+/// CUPTI requests a buffer.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, max_records: *mut usize) {
-    // SAFETY: the layout is not empty; the three places are CUPTI's for its answers. With a null
-    // buffer it drops records and counts them.
+    // SAFETY: the layout is not empty, and CUPTI passes valid pointers for results. If the buffer
+    // is null, it drops and counts records.
     unsafe {
         *buffer = alloc(BUFFER);
         *size = if (*buffer).is_null() { 0 } else { BUFFER.size() };
@@ -374,7 +371,7 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, max_recor
     }
 }
 
-/// CUPTI gives a buffer back, with records in its first `valid` bytes.
+/// CUPTI returns a buffer, with records in its first `valid` bytes.
 unsafe extern "C" fn completed(_context: *mut c_void, _stream: u32, buffer: *mut u8, _size: usize, valid: usize) {
     if buffer.is_null() {
         return;
@@ -385,21 +382,21 @@ unsafe extern "C" fn completed(_context: *mut c_void, _stream: u32, buffer: *mut
     {
         session.read(cupti, buffer, valid);
     }
-    // SAFETY: `requested` allocated it with this layout, and CUPTI is done with it.
+    // SAFETY: `requested` allocated it with this layout, and CUPTI does not use it any more.
     unsafe { dealloc(buffer, BUFFER) };
 }
 
 impl Session {
     fn read(&mut self, cupti: &Cupti, buffer: *mut u8, valid: usize) {
-        /// CUPTI has no further record in the buffer.
+        /// The buffer has no further record.
         const MAX_LIMIT_REACHED: u32 = 12;
         let mut record = null_mut();
         loop {
-            // SAFETY: the buffer holds `valid` bytes of CUPTI's, and `record` is null or the record
-            // before.
+            // SAFETY: the buffer has `valid` bytes of records, and `record` is null or the previous
+            // record.
             match unsafe { (cupti.next_record)(buffer, valid, &mut record) } {
                 SUCCESS if !record.is_null() => {
-                    // SAFETY: a record of CUPTI's, which is in the buffer as a whole.
+                    // SAFETY: CUPTI returned a whole record in the buffer.
                     unsafe { self.record(record) };
                 }
                 MAX_LIMIT_REACHED => return,
@@ -412,17 +409,17 @@ impl Session {
     }
 
     /// # Safety
-    /// `record` must point to a record of CUPTI's.
+    /// `record` must point to a record of CUPTI.
     unsafe fn record(&mut self, record: *const u8) {
         // SAFETY: every record begins with its kind.
         let kind = unsafe { record.cast::<u32>().read_unaligned() };
         match kind {
             KERNEL | CONCURRENT_KERNEL => {
-                // SAFETY: records of these kinds begin so; see the type.
+                // SAFETY: records of this kind begin with this structure; see the type.
                 let record = unsafe { record.cast::<KernelRecord>().read_unaligned() };
                 let name = match record.name.is_null() {
                     true => "unnamed".into(),
-                    // SAFETY: CUPTI's name of the kernel, kept while its module is loaded.
+                    // SAFETY: CUPTI's name of the kernel, valid while its module is loaded.
                     false => unsafe { CStr::from_ptr(record.name) }.to_string_lossy(),
                 };
                 let activity = Activity::Kernel { name: &name };
@@ -457,7 +454,7 @@ impl Session {
     }
 }
 
-/// `CUpti_ActivityMemcpyKind`; what CUDA calls an array is on the device.
+/// From `CUpti_ActivityMemcpyKind`. CUDA arrays are on the device.
 fn direction(kind: u8) -> Direction {
     match kind {
         1 | 3 => Direction::ToDevice,
@@ -469,22 +466,22 @@ fn direction(kind: u8) -> Direction {
     }
 }
 
-/// CUPTI, loaded once and never let go: the driver keeps pointers into it.
+/// CUPTI, loaded once and never unloaded: the driver keeps pointers into it.
 fn cupti() -> Result<&'static Cupti, RecorderError> {
     static CUPTI: OnceLock<Result<Cupti, String>> = OnceLock::new();
     CUPTI.get_or_init(load).as_ref().map_err(|reason| RecorderError::Cupti(reason.clone()))
 }
 
 fn load() -> Result<Cupti, String> {
-    // First where the loader looks, which LD_LIBRARY_PATH can set, then in the toolkit.
+    // First the loader's path, including LD_LIBRARY_PATH, then the toolkit.
     let names = ["libcupti.so.13", "libcupti.so.12", "libcupti.so", "cupti64.dll"].map(PathBuf::from);
     let mut failures = Vec::new();
     for candidate in names.into_iter().chain(toolkit_libraries()) {
-        // SAFETY: NVIDIA's library has no condition on being loaded.
+        // SAFETY: loading CUPTI has no preconditions.
         match unsafe { libloading::Library::new(&candidate) } {
             Ok(library) => return functions(library, &candidate),
-            // That a name is not on the loader's path needs no telling; that a file does not load
-            // does.
+            // A name that is not on the loader's path is expected; a file that fails to load is
+            // reported.
             Err(error) if candidate.is_absolute() => failures.push(error.to_string()),
             Err(_) => {}
         }
@@ -494,7 +491,7 @@ fn load() -> Result<Cupti, String> {
     Err(if failures.is_empty() { reason.into() } else { failures.join("; ") })
 }
 
-/// The files of the CUDA toolkits that may be CUPTI.
+/// Paths at which CUDA toolkits have CUPTI.
 fn toolkit_libraries() -> Vec<PathBuf> {
     let named = ["CUDA_PATH", "CUDA_HOME"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
     let roots = named.chain(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from));
@@ -514,19 +511,18 @@ fn toolkit_libraries() -> Vec<PathBuf> {
 }
 
 fn functions(library: libloading::Library, path: &Path) -> Result<Cupti, String> {
-    // The driver may call into it at any time from now on.
+    // The driver may call into the library at any time from now on.
     let library: &'static libloading::Library = Box::leak(Box::new(library));
     let missing = |error: libloading::Error| format!("{}: {error}", path.display());
     macro_rules! function {
         ($name:literal) => {
-            // SAFETY: CUPTI exports the function under this name, with the signature that it is
-            // used at.
+            // SAFETY: CUPTI exports the function under this name with this signature.
             *unsafe { library.get($name) }.map_err(missing)?
         };
     }
     let get_version: unsafe extern "C" fn(*mut u32) -> u32 = function!(b"cuptiGetVersion\0");
     let mut version = 0;
-    // SAFETY: the version is written to a place of ours.
+    // SAFETY: the version is written to a local variable.
     let code = unsafe { get_version(&mut version) };
     if code != SUCCESS || !(OLDEST..TOO_NEW).contains(&version) {
         return Err(format!(

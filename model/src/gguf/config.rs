@@ -1,8 +1,7 @@
-//! A `config.json` of a GGUF file's metadata.
+//! `config.json` from the metadata of a GGUF file.
 //!
-//! Each key of an architecture is used, or refused where it asks for what nothing here computes, or
-//! does not change what a model computes; those that nobody here knows are named by
-//! [`unknown_keys`].
+//! Each known key of an architecture is used, refused if it asks for something unsupported, or
+//! ignored because it does not change what a model computes. [`unknown_keys`] names the others.
 
 use serde_json::{Value, json};
 
@@ -12,13 +11,13 @@ use super::{ARCHITECTURES, Architecture};
 use crate::config::ConfigError;
 use crate::error::WeightsError;
 
-/// The shape of a tensor, where there is one of that name.
+/// The shape of the tensor of a name, if there is one.
 type Shape<'a> = dyn Fn(&str) -> Option<&'a [usize]> + 'a;
-/// The values of a tensor, where there is one of that name.
+/// The values of the tensor of a name, if there is one.
 type Values<'a> = dyn Fn(&str) -> Result<Option<Vec<f64>>, WeightsError> + 'a;
 
-/// Keys that change what a model computes, and that nothing here computes: each with the value at
-/// which it changes nothing.
+/// Unsupported keys that change what a model computes, each with the value at which it has no
+/// effect.
 const REFUSED: [(&str, f64); 34] = [
     ("activation_sparsity_scale", 0.0),
     ("altup.num_inputs", 0.0),
@@ -56,7 +55,7 @@ const REFUSED: [(&str, f64); 34] = [
     ("wkv.head_size", 0.0),
 ];
 
-/// Keys that are used, and those that change nothing.
+/// Keys that are used, and keys that change nothing.
 const KNOWN: &[&str] = &[
     "attention.causal",
     "attention.head_count",
@@ -89,7 +88,7 @@ const KNOWN: &[&str] = &[
     "vocab_size",
 ];
 
-/// The keys of the file's architecture that nobody here knows.
+/// Keys of the file's architecture that are not known here.
 pub(crate) fn unknown_keys(metadata: &Metadata) -> Vec<String> {
     let known = |name: &str| KNOWN.contains(&name) || REFUSED.iter().any(|(refused, _)| *refused == name);
     let own = |key: &&String| {
@@ -100,7 +99,7 @@ pub(crate) fn unknown_keys(metadata: &Metadata) -> Vec<String> {
     metadata.keys().filter(own).cloned().collect()
 }
 
-/// What `config.json` would say of the model, or what is wrong with its metadata.
+/// `config.json` of the model, or the error in its metadata.
 ///
 /// # Errors
 /// If a tensor that the config depends on cannot be read.
@@ -117,7 +116,7 @@ pub(super) fn of(
     Ok(Keys { metadata, architecture }.config(shape, &factors))
 }
 
-/// The keys of an architecture, by their names without it.
+/// The keys of an architecture, without its prefix.
 struct Keys<'a> {
     metadata: &'a Metadata,
     architecture: Architecture,
@@ -145,7 +144,7 @@ impl Keys<'_> {
         Err(ConfigError(format!("{key} is {}, {why}", self.metadata.shown(&key))))
     }
 
-    /// Refuses what nothing here computes.
+    /// Refuses what is not supported.
     fn check(&self) -> Result<(), ConfigError> {
         if let Some(kind) = self.metadata.string("general.type")?.filter(|kind| *kind != "model") {
             return Err(ConfigError(format!("general.type is '{kind}': the file is not a model")));
@@ -177,7 +176,7 @@ impl Keys<'_> {
         let (d_model, n_heads) = (self.needed("embedding_length")?, self.needed("attention.head_count")?);
         let context_length = self.needed("context_length")?;
         let (layers, d_ff) = (self.needed("block_count")?, self.needed("feed_forward_length")?);
-        // More blocks than there are would be made before the first is missed.
+        // A damaged count would otherwise allocate blocks that the file does not have.
         let last = format!("blk.{}.attn_norm.weight", layers.saturating_sub(1));
         if layers > 0 && !has(&last) {
             return self.refused("block_count", &format!("but there is no {last}"));
@@ -200,10 +199,10 @@ impl Keys<'_> {
             return self
                 .refused("attention.sliding_window_pattern", "but windows in only some layers are not supported");
         }
-        // One that no text outgrows is none.
+        // A window as long as the context has no effect.
         let window = window.filter(|window| *window < context_length);
         let bias = |name: &str| has(&format!("blk.0.{name}.bias"));
-        // The names of families with the same model: `llama` stands for several of them.
+        // `llama` covers several families.
         let family = match self.architecture {
             Architecture::Llama if window.is_some() => "mistral",
             Architecture::Llama if bias("attn_q") && !bias("attn_output") => "qwen2",
@@ -228,7 +227,7 @@ impl Keys<'_> {
         self.number(name)?.ok_or_else(|| ConfigError(format!("{} is missing", self.key(name))))
     }
 
-    /// Width of a head, of which all is rotated.
+    /// Width of a head. Rotary positions must apply to all of it.
     fn head_dim(&self, d_model: u32, n_heads: u32) -> Result<u32, ConfigError> {
         let head_dim = self.size("attention.key_length")?.unwrap_or(d_model / n_heads.max(1));
         if self.size("attention.value_length")?.unwrap_or(head_dim) != head_dim {
@@ -247,8 +246,8 @@ impl Keys<'_> {
         Ok(head_dim)
     }
 
-    /// `rope_scaling`, of the keys and of tensors with a factor for each frequency: of all, then
-    /// short ones and long ones.
+    /// `rope_scaling`, from the keys and from the tensors of frequency factors: common, short and
+    /// long ones.
     fn rotary(&self, context: u32, head_dim: u32, factors: &[Option<Vec<f64>>]) -> Result<Value, ConfigError> {
         let kind = self.metadata.string(&self.key("rope.scaling.type"))?;
         let linear = self.number("rope.scale_linear")?;

@@ -1,7 +1,7 @@
-//! The front of a GGUF file: metadata, and where tensors lie.
+//! The header of a GGUF file: metadata and tensor descriptions.
 //!
-//! A file may be damaged or hostile. No length is believed before as many bytes are found to be
-//! there, so that nothing is allocated that the file could not fill.
+//! Files may be damaged or hostile. Every length is checked against the bytes that the file has
+//! left before anything of that length is allocated.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,45 +15,44 @@ use super::metadata::{Entry, Metadata};
 use crate::error::WeightsError;
 use crate::tensor_files::Encoding;
 
-/// Bytes that tensors begin at multiples of, where the file does not say.
+/// Default alignment of tensors, in bytes.
 const ALIGNMENT: u64 = 32;
-/// The most values of a list: far beyond any vocabulary.
+/// Maximum length of a list, far above any vocabulary.
 const LONGEST_LIST: u64 = 1 << 24;
-/// The most dimensions of a tensor.
+/// Maximum number of dimensions.
 const MOST_DIMENSIONS: u32 = 4;
-/// What files before GGUF begin with.
+/// Magic numbers of formats before GGUF.
 const OLD: [&[u8; 4]; 4] = [b"lmgg", b"fmgg", b"tjgg", b"algg"];
 
-/// The front of a file.
+/// The header of a file.
 pub(super) struct Header {
     pub(super) metadata: Metadata,
     pub(super) tensors: Vec<Described>,
 }
 
-/// A tensor as a file describes it.
+/// A tensor description.
 #[derive(Debug)]
 pub(super) struct Described {
     pub(super) name: String,
-    /// Outermost first.
+    /// Outermost dimension first.
     pub(super) shape: Vec<usize>,
     pub(super) encoding: Encoding,
-    /// Bytes from the file's start.
+    /// Offset in the file, in bytes.
     pub(super) start: u64,
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub(super) bytes: u64,
 }
 
-/// Reads the front of a file, of which `path` is told in messages.
+/// Reads the header of a file. `path` is for messages.
 ///
 /// # Errors
-/// If it is no GGUF file, of a version or with a tensor of a type that is not read, truncated or
-/// damaged.
+/// If the file is not GGUF, is truncated or damaged, or has an unsupported version or tensor type.
 pub(super) fn read(path: &Path, file: &File) -> Result<Header, WeightsError> {
     let io = |error| WeightsError::Io { path: path.into(), error };
     let size = file.metadata().map_err(io)?.len();
     let mut input = Input { path, reader: BufReader::with_capacity(1 << 16, file), at: 0, size };
     begin(&mut input)?;
-    // Each tensor takes 24 bytes at the least, each key 13.
+    // A tensor description takes at least 24 bytes, a key 13.
     let tensors = input.count("tensors", 24)?;
     let keys = input.count("keys", 13)?;
     let mut entries = BTreeMap::new();
@@ -83,7 +82,7 @@ pub(super) fn read(path: &Path, file: &File) -> Result<Header, WeightsError> {
     Ok(Header { metadata, tensors: described })
 }
 
-/// What comes first: the mark, and the version.
+/// Reads magic number and version.
 fn begin(input: &mut Input<'_>) -> Result<(), WeightsError> {
     let mark: [u8; 4] = input.bytes()?;
     if OLD.contains(&&mark) {
@@ -101,7 +100,7 @@ fn begin(input: &mut Input<'_>) -> Result<(), WeightsError> {
     }
 }
 
-/// Says where each tensor begins, after a check that all of them are there, none upon another.
+/// Sets where each tensor starts. Checks that tensors are within the file and do not overlap.
 fn place(input: &Input<'_>, tensors: &mut [Described], data: u64, alignment: u64) -> Result<(), WeightsError> {
     let room = input.size.saturating_sub(data);
     for tensor in tensors.iter_mut() {
@@ -125,13 +124,13 @@ fn place(input: &Input<'_>, tensors: &mut [Described], data: u64, alignment: u64
     }
 }
 
-/// A file, read from its start.
+/// A file, read sequentially.
 struct Input<'a> {
     path: &'a Path,
     reader: BufReader<&'a File>,
-    /// Bytes that were read.
+    /// Bytes read.
     at: u64,
-    /// Bytes of the file.
+    /// Size of the file.
     size: u64,
 }
 
@@ -172,7 +171,7 @@ impl Input<'_> {
         Ok(u64::from_le_bytes(self.bytes()?))
     }
 
-    /// How many of `what` there are, each of so many bytes at the least.
+    /// Reads the number of `what`, each of at least `each` bytes.
     fn count(&mut self, what: &str, each: u64) -> Result<u64, WeightsError> {
         let count = self.u64()?;
         match count.checked_mul(each) {
@@ -188,7 +187,7 @@ impl Input<'_> {
         String::from_utf8(bytes).map_err(|_| self.damaged(&format!("{what} is not UTF-8")))
     }
 
-    /// The value of a key, of a type that files have numbers for.
+    /// Reads the value of a key. `kind` is the number of its type.
     fn entry(&mut self, key: &str, kind: u32) -> Result<Entry, WeightsError> {
         Ok(match kind {
             7 => Entry::Flag(self.bytes::<1>()? != [0]),
@@ -245,7 +244,7 @@ impl Input<'_> {
         Ok(Entry::Numbers(numbers))
     }
 
-    /// A tensor, whose offset stands for its start yet.
+    /// Reads a tensor description. `start` is still the offset in the data.
     fn tensor(&mut self) -> Result<Described, WeightsError> {
         let name = self.text("a tensor's name")?;
         let dimensions = self.u32()?;
@@ -276,12 +275,12 @@ impl Input<'_> {
     }
 }
 
-/// The number that a file's f32 was written for: 1e-5 where that is the nearest.
+/// The shortest decimal that rounds to an f32: 1e-5 instead of 9.99999974e-6.
 fn as_written(value: f32) -> f64 {
     value.to_string().parse().unwrap_or(f64::from(value))
 }
 
-/// The numbers of types, with their names; those that files had once among them.
+/// Type numbers and their names, including types that older files used.
 const TYPES: [(u32, &str); 38] = [
     (0, "F32"),
     (1, "F16"),
@@ -327,7 +326,7 @@ fn type_name(kind: u32) -> String {
     TYPES.iter().find(|(known, _)| *known == kind).map_or(format!("type {kind}"), |(_, name)| name.to_string())
 }
 
-/// How tensors of a type are read, if they are.
+/// How tensors of a type are stored, if the type is supported.
 fn encoding(kind: u32) -> Option<Encoding> {
     let name = type_name(kind);
     let float = [("F32", Dtype::F32), ("F16", Dtype::F16), ("BF16", Dtype::BF16), ("F64", Dtype::F64)];
@@ -335,7 +334,7 @@ fn encoding(kind: u32) -> Option<Encoding> {
     float.or_else(|| BlockFormat::ALL.into_iter().find(|format| format.name() == name).map(Encoding::Blocks))
 }
 
-/// The number of a type that is written.
+/// The number of a type that Fireclay writes.
 pub(super) fn type_number(encoding: Encoding) -> u32 {
     let name = encoding.name();
     TYPES.iter().find(|(_, known)| *known == name).map_or(u32::MAX, |(number, _)| *number)

@@ -13,7 +13,7 @@ use crate::rotary::RotaryScaling;
 pub(crate) struct Described {
     pub(crate) architecture: Architecture,
     pub(crate) keys: Vec<(String, GgufValue)>,
-    /// Tensors with one factor per pair of a head.
+    /// Tensors with one factor per pair of a head's elements.
     pub(crate) factors: Vec<(&'static str, Vec<f32>)>,
     pub(crate) notes: Vec<String>,
 }

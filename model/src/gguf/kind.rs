@@ -19,8 +19,8 @@ pub enum GgufKind {
     Q8_0,
     /// Q4_0, with Q6_K for the output projection.
     Q4_0,
-    /// Q4_K, with Q6_K for the output projection and for the value and down projections of about half
-    /// of the layers.
+    /// Q4_K, with Q6_K for the output projection and for the value and down projections of about
+    /// half of the layers.
     Q4KM,
 }
 
@@ -37,8 +37,8 @@ impl GgufKind {
         }
     }
 
-    /// The encoding of a tensor in a model of `layers` layers. If embeddings are tied, the embedding
-    /// table counts as the output projection.
+    /// The encoding of a tensor in a model of `layers` layers. If embeddings are tied, the
+    /// embedding table counts as the output projection.
     pub(crate) fn encoding(self, name: &str, shape: &[usize], layers: usize, tied: bool) -> Encoding {
         let &[_, columns] = shape else { return Encoding::Float(Dtype::F32) };
         if name == "position_embd.weight" {
@@ -66,8 +66,8 @@ impl GgufKind {
     }
 }
 
-/// Whether Q4_K_M stores a tensor in Q6_K: value and down projections in the first and last eighth of
-/// the layers, and in every third layer between.
+/// Whether Q4_K_M stores a tensor in Q6_K: value and down projections in the first and last eighth
+/// of the layers, and in every third layer between.
 fn is_sensitive(name: &str, layers: usize) -> bool {
     let block = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
     let Some((Ok(layer), part)) = block.map(|(layer, part)| (layer.parse::<usize>(), part)) else { return false };

@@ -1,17 +1,17 @@
-//! The metadata of a GGUF file: values by their keys.
+//! The metadata of a GGUF file.
 
 use std::collections::BTreeMap;
 
 use crate::config::ConfigError;
 
-/// A value of the metadata.
+/// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Entry {
     Integer(i128),
     Float(f64),
     Flag(bool),
     Text(String),
-    /// Numbers of any type, flags as 0 and 1.
+    /// Numbers of any type; booleans as 0 and 1.
     Numbers(Vec<f64>),
     Strings(Vec<String>),
 }
@@ -26,19 +26,18 @@ impl Entry {
     }
 }
 
-/// What a GGUF file says of its model, by the names of the format's own package
-/// (`gguf.constants.Keys`).
+/// Metadata by key. Key names are those of the `gguf` package (`gguf.constants.Keys`).
 ///
-/// Each getter gives nothing where the key is not there, and an error that names it where its value
-/// is of another type.
+/// Getters return `None` if the key is missing, and an error that names the key if its value has
+/// another type.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata(pub(crate) BTreeMap<String, Entry>);
 
 impl Metadata {
-    /// A text.
+    /// A string.
     ///
     /// # Errors
-    /// If it is another type of value.
+    /// If the value has another type.
     pub fn string(&self, key: &str) -> Result<Option<&str>, ConfigError> {
         self.typed(key, "a text", |entry| match entry {
             Entry::Text(text) => Some(&text[..]),
@@ -46,23 +45,23 @@ impl Metadata {
         })
     }
 
-    /// Several strings.
+    /// A list of strings.
     ///
     /// # Errors
-    /// If it is another type of value.
+    /// If the value has another type.
     pub fn strings(&self, key: &str) -> Result<Option<&[String]>, ConfigError> {
         self.typed(key, "a list of strings", |entry| match entry {
             Entry::Strings(strings) => Some(&strings[..]),
-            // As an empty list may be of any type.
+            // An empty list may have any type.
             Entry::Numbers(numbers) if numbers.is_empty() => Some(&[][..]),
             _ => None,
         })
     }
 
-    /// Several numbers; flags are 0 and 1.
+    /// A list of numbers; booleans are 0 and 1.
     ///
     /// # Errors
-    /// If it is another type of value.
+    /// If the value has another type.
     pub fn numbers(&self, key: &str) -> Result<Option<&[f64]>, ConfigError> {
         self.typed(key, "a list of numbers", |entry| match entry {
             Entry::Numbers(numbers) => Some(&numbers[..]),
@@ -71,10 +70,10 @@ impl Metadata {
         })
     }
 
-    /// True or false.
+    /// A boolean.
     ///
     /// # Errors
-    /// If it is another type of value.
+    /// If the value has another type.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, ConfigError> {
         self.typed(key, "true or false", |entry| match entry {
             Entry::Flag(flag) => Some(*flag),
@@ -85,15 +84,16 @@ impl Metadata {
     /// A number.
     ///
     /// # Errors
-    /// If it is another type of value, or no finite number.
+    /// If the value has another type, or is not finite.
     pub fn number(&self, key: &str) -> Result<Option<f64>, ConfigError> {
         self.typed(key, "a number", |entry| entry.number().filter(|number| number.is_finite()))
     }
 
-    /// A whole number from 0 to `u32::MAX`, which may be given for each layer where these agree.
+    /// An integer from 0 to `u32::MAX`. A list with one value per layer is accepted if all are
+    /// equal.
     ///
     /// # Errors
-    /// If it is another type of value, or layers differ.
+    /// If the value has another type, or layers differ.
     pub fn size(&self, key: &str) -> Result<Option<u32>, ConfigError> {
         let whole = |number: f64| {
             (number.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&number)).then_some(number as u32)
@@ -112,7 +112,7 @@ impl Metadata {
         })
     }
 
-    /// Whether there is such a key.
+    /// Whether the key exists.
     pub fn has(&self, key: &str) -> bool {
         self.0.contains_key(key)
     }
@@ -121,7 +121,7 @@ impl Metadata {
         self.0.keys()
     }
 
-    /// A value as a message shows it.
+    /// A value, formatted for messages.
     pub(crate) fn shown(&self, key: &str) -> String {
         match self.0.get(key) {
             Some(Entry::Integer(value)) => value.to_string(),

@@ -1,4 +1,4 @@
-//! GGUF: a model in one file, or in several parts: metadata, then tensors, many of them in blocks.
+//! GGUF: a model in one or several files, with metadata, then tensors, many of them in blocks.
 //!
 //! ```text
 //! file       "GGUF" | version u32 | tensors u64 | keys u64 | key.. | tensor.. | padding | data
@@ -7,11 +7,11 @@
 //! name       length u64 | UTF-8
 //! ```
 //!
-//! All is little-endian. Offsets count from the start of the data, which is aligned, as every
-//! tensor is. [`header`] reads the front of a file and [`parts`] those of a whole model; [`config`]
-//! makes a `config.json` of the metadata, by which the hub's own reader goes, and [`names`] has the
-//! names of tensors; [`keys`] and [`writer`] go the other way, and [`kind`] says what matrices are
-//! written as. Weights are read by [`tensor_files`](crate::tensor_files).
+//! All numbers are little-endian. Offsets count from the start of the data. The data and every
+//! tensor are aligned. [`header`] reads the header of one file, [`parts`] those of a whole model.
+//! [`config`] makes a `config.json` from the metadata, for the hub's reader, and [`names`] has the
+//! tensor names. [`keys`] and [`writer`] write files, with tensor types from [`kind`]. Weights are
+//! read by [`tensor_files`](crate::tensor_files).
 
 mod config;
 mod header;
@@ -37,18 +37,18 @@ use crate::config::ConfigError;
 use crate::error::WeightsError;
 use crate::tensor_files::{TensorFiles, TensorRow};
 
-/// A model of GGUF files, opened: its tensors are not read yet.
+/// An opened model of GGUF files. Tensors are read on demand.
 pub(crate) struct Gguf {
     pub(crate) metadata: Metadata,
     pub(crate) files: TensorFiles,
 }
 
-/// The kinds of models that are read, by their names in files.
+/// Supported architectures, by their names in files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Architecture {
     /// `gpt2`.
     Gpt2,
-    /// `llama`: Mistral's models, too. Rows of queries and keys are interleaved.
+    /// `llama`, including Mistral. Rows of queries and keys are interleaved.
     Llama,
     /// `qwen2`.
     Qwen2,
@@ -79,27 +79,26 @@ impl Architecture {
     }
 }
 
-/// Whether a path is that of a GGUF file: any file is taken for one, and what is not there by its
-/// name.
+/// Whether a path is a GGUF file: any existing file, otherwise any name that ends in `.gguf`.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     let named = || path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && !path.is_dir();
     path.is_file() || named()
 }
 
 impl Gguf {
-    /// Opens a file, and the other parts of the model where it is the first of several.
+    /// Opens a file, and the other parts of the model if it is the first of several.
     ///
     /// # Errors
-    /// If a part is missing, truncated, damaged, or of a version or type that is not read.
+    /// If a part is missing, truncated or damaged, or has an unsupported version or type.
     pub(crate) fn open(path: &Path) -> Result<Self, WeightsError> {
         let (metadata, files) = parts::open(path)?;
         Ok(Self { metadata, files })
     }
 
-    /// The architecture, and what `config.json` would say of the model.
+    /// The architecture and the `config.json` of the model.
     ///
     /// # Errors
-    /// Names the key that is missing, of a wrong type, or asks for what nothing here computes.
+    /// Names the key that is missing, has a wrong type, or asks for something unsupported.
     pub(crate) fn config(&self, path: &Path) -> Result<(Architecture, Value), WeightsError> {
         let wrong = |error| WeightsError::Config { path: path.into(), error };
         let architecture = Architecture::of(&self.metadata).map_err(wrong)?;
@@ -111,10 +110,10 @@ impl Gguf {
         }
     }
 
-    /// The values of a small tensor, if there is one of that name.
+    /// The values of a small tensor, if it exists.
     fn values(&self, name: &str) -> Result<Option<Vec<f64>>, WeightsError> {
         let Some(tensor) = self.files.tensors().get(name) else { return Ok(None) };
-        // One for each pair of a head.
+        // At most one per pair of a head's elements.
         let count = tensor.shape.iter().product::<usize>().min(1 << 14);
         let mut bytes = vec![0; 4 * count];
         TensorRow::new(&self.files, std::iter::once(tensor)).read::<f32>(&mut bytes, &mut |_| {})?;

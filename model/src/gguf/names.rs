@@ -1,19 +1,19 @@
 //! The names of tensors in GGUF files.
 //!
-//! Matrices lie `[d_output, d_input]` in all of them. Where rotary positions turn neighbours, as
-//! `llama` says, the rows of each head of queries and keys are those of the hub's halves in turn.
+//! All matrices are `[d_output, d_input]`. `llama` rotates neighbouring elements, so the rows of
+//! each head of queries and keys alternate between the two halves of the hub's order.
 
 use super::Architecture;
 use crate::config::TransformerConfig;
 use crate::hub::{HubTensor, split_qkv, whole};
 
-/// The embedding table, and the output projection, which may be the same and then is not there.
+/// The embedding table, and the output projection, which is missing if embeddings are tied.
 pub(crate) const EMBEDDING: &str = "token_embd.weight";
 pub(crate) const HEAD: &str = "output.weight";
-/// Factors of rotary frequencies, by which the config goes.
+/// Factors of rotary frequencies, which the config uses.
 pub(super) const FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
-/// Every tensor of a model, in the order of its parameters.
+/// All tensors of a model, in the order of its parameters.
 ///
 /// # Errors
 /// If the architecture has no name for a parameter.
@@ -33,7 +33,7 @@ pub(crate) fn tensors(
     Ok(tensors)
 }
 
-/// Whether a file may have a tensor of this name that the model has no use for.
+/// Whether a tensor of this name is allowed although the model does not read it.
 pub(crate) fn ignores(name: &str) -> bool {
     FACTORS.contains(&name) || name.ends_with(".rope_freqs.weight") || name.ends_with(".attn_rot_embd.weight")
 }

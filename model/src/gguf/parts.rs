@@ -1,4 +1,4 @@
-//! The files of a model: one, or several parts of which the first names the others.
+//! The files of a model: one, or several parts.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,15 +10,15 @@ use crate::config::ConfigError;
 use crate::error::WeightsError;
 use crate::tensor_files::{StoredTensor, TensorFiles};
 
-/// Keys of parts: which one of how many it is, and the tensors of all together.
+/// Keys of parts: index, number of parts, and number of tensors in all parts.
 const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";
 const TENSORS: &str = "split.tensors.count";
 
-/// Reads the fronts of a model's files.
+/// Reads the headers of a model's files.
 ///
 /// # Errors
-/// If one is missing, truncated or damaged, or not the part that its name says.
+/// If a file is missing, truncated or damaged, or is not the part that its name says.
 pub(super) fn open(path: &Path) -> Result<(Metadata, TensorFiles), WeightsError> {
     let (file, Header { metadata, tensors }) = read(path)?;
     let size = |metadata: &Metadata, path: &Path, key: &str| metadata.size(key).map_err(at(path));
@@ -37,7 +37,7 @@ pub(super) fn open(path: &Path) -> Result<(Metadata, TensorFiles), WeightsError>
             return Err(wrong(format!("part {} of {count}: give the first one, {shown}", number + 1)));
         }
         for part in 1..count {
-            // The first one's name had the place for a number.
+            // `name` succeeded for the first part, so it does here.
             let Some(path) = name(part) else { continue };
             if !path.exists() {
                 return Err(wrong(format!("part {} of {count} is missing: {}", part + 1, path.display())));
@@ -79,12 +79,12 @@ fn at(path: &Path) -> impl Fn(ConfigError) -> WeightsError + '_ {
     move |error| WeightsError::Config { path: path.into(), error }
 }
 
-/// What the names of parts end in, counted from 1.
+/// The suffix of a part's name. Names count from 1.
 fn suffix(part: u32, count: u32) -> String {
     format!("-{:05}-of-{count:05}.gguf", u64::from(part) + 1)
 }
 
-/// The file of a part, by that of any part.
+/// The path of a part, from the path of any part.
 fn named(path: &Path, part: u32, count: u32) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
     let stem = name.get(..name.len().checked_sub(suffix(0, count).len())?)?;

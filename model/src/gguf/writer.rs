@@ -19,7 +19,7 @@ pub enum GgufValue {
     /// A string.
     Text(String),
     /// A list of strings.
-    Texts(Vec<String>),
+    Strings(Vec<String>),
     /// A list of integers.
     Integers(Vec<i32>),
     /// A list of numbers.
@@ -36,7 +36,7 @@ macro_rules! from {
     };
 }
 
-from!(u32 => Size, f32 => Number, bool => Flag, String => Text, &str => Text, Vec<String> => Texts, Vec<i32> => Integers,
+from!(u32 => Size, f32 => Number, bool => Flag, String => Text, &str => Text, Vec<String> => Strings, Vec<i32> => Integers,
     Vec<f32> => Numbers);
 
 /// A tensor to write.
@@ -108,7 +108,7 @@ fn put(out: &mut Vec<u8>, value: &GgufValue) {
             kind(out, 8);
             text(out, value);
         }
-        GgufValue::Texts(values) => {
+        GgufValue::Strings(values) => {
             list(out, 8, values.len());
             values.iter().for_each(|value| text(out, value));
         }

@@ -123,7 +123,8 @@ impl Template {
         self.marks_generations
     }
 
-    /// As [`render`](Self::render), with `marks` before and behind what the assistant writes, where the template says what that is.
+    /// As [`render`](Self::render), with `marks` before and behind what the assistant writes, where
+    /// the template says what that is.
     ///
     /// # Errors
     /// As [`render`](Self::render).

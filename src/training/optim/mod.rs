@@ -50,7 +50,8 @@ pub struct Settings {
     pub step: u64,
 }
 
-/// A parameter in a step, or a rank's elements of one. Tensors are flattened, `[elements]`, and f32, except for the copy.
+/// A parameter during a step, or this rank's shard of it. All tensors are flattened, `[elements]`,
+/// and f32, except for the copy.
 struct Parameter<B: Backend> {
     /// The parameter's shape.
     shape: Vec<usize>,
@@ -71,8 +72,9 @@ trait Update<B: Backend> {
     /// Its state per parameter: f32, of the parameter's size, initially zero.
     const STATE: &'static [&'static str];
 
-    /// The parameters after a step, in their order, and the global norm of the gradients before clipping, `[1]`, on the device: `norm`
-    /// where it is given, as these are a part of all then.
+    /// Updates `parameters` and returns them in the same order, with the global norm of the
+    /// gradients before clipping, `[1]`, on the device. If `norm` is given, it is used: the
+    /// parameters are then only a shard of all.
     fn update(
         parameters: Vec<Parameter<B>>,
         settings: &Settings,
@@ -105,7 +107,7 @@ impl<B: Backend> ParameterGradients<B> {
         Self(taker.taken)
     }
 
-    /// Of parameters that took no part.
+    /// Gradients of a model that contributed nothing to this step.
     pub(crate) fn none(model: &Transformer<Autodiff<B>>) -> Self {
         Self(trained_ids(model).iter().map(|_| None).collect())
     }
@@ -122,28 +124,29 @@ struct Kept<B: Backend> {
     id: ParamId,
     name: String,
     shape: Vec<usize>,
-    /// The elements that this rank updates, and has the state of.
+    /// The elements that this rank updates and stores the state of.
     share: Share,
     state: Vec<Tensor<B, 1>>,
-    /// Where that is a part: its values, and of the copy, once there is one. The model has the whole copy; of a parameter with a copy
-    /// it has the values that others update only after [`Optimizer::complete`].
+    /// If this rank has only a shard of the parameter: its values, and those of the copy once one
+    /// exists. The model always has the whole copy. If a parameter has a copy, the model gets the
+    /// values of other ranks only in [`Optimizer::complete`].
     own: Option<(Tensor<B, 1>, Option<Tensor<B, 1>>)>,
 }
 
-/// An optimizer, with its state for every trained parameter.
+/// An optimizer and its state for every trained parameter.
 #[derive(Clone, Debug)]
 pub struct Optimizer<B: Backend> {
     kind: OptimizerKind,
     kept: Vec<Kept<B>>,
     steps: u64,
     sharding: Sharding,
-    /// Whether the model lacks values that others have updated.
+    /// Whether the model still lacks values that other ranks have updated.
     incomplete: bool,
 }
 
-/// A tensor that an optimizer keeps for a parameter, of which each rank may have a part.
+/// A state tensor of a parameter, of which each rank may have only a shard.
 pub struct StateTensor<'a, B: Backend> {
-    /// The name that it is saved under.
+    /// Its name in checkpoints.
     pub name: String,
     share: Share,
     own: &'a Tensor<B, 1>,
@@ -151,12 +154,12 @@ pub struct StateTensor<'a, B: Backend> {
 }
 
 impl<B: Backend> StateTensor<'_, B> {
-    /// Elements of the whole.
+    /// Number of elements of the whole tensor.
     pub fn elements(&self) -> usize {
         self.share.elements
     }
 
-    /// The whole. All ranks ask for it, in the same order.
+    /// The whole tensor, all-gathered. All ranks must call this in the same order.
     pub fn whole(&self) -> Tensor<B, 1> {
         match self.share.is_part() {
             true => gather(vec![self.own.clone()], &[self.share], &self.sharding.collective).remove(0),
@@ -166,12 +169,12 @@ impl<B: Backend> StateTensor<'_, B> {
 }
 
 impl<B: Backend> Optimizer<B> {
-    /// For the currently trained parameters of a model.
+    /// An optimizer for the currently trained parameters of `model`, on one rank.
     pub fn new(kind: OptimizerKind, model: &Transformer<Autodiff<B>>) -> Self {
         Self::of_rank(kind, model, Sharding::only())
     }
 
-    /// The same for one of several ranks.
+    /// [`new`](Self::new) for one rank of several.
     pub fn of_rank(kind: OptimizerKind, model: &Transformer<Autodiff<B>>, sharding: Sharding) -> Self {
         let count = with_update!(kind, U => <U as Update<B>>::STATE.len());
         let kept = trained_parameters(model).into_iter().map(|(name, id, shape, value)| {
@@ -185,7 +188,7 @@ impl<B: Backend> Optimizer<B> {
         Self { kind, kept: kept.collect(), steps: 0, sharding, incomplete: false }
     }
 
-    /// All that it keeps.
+    /// All state tensors.
     pub fn state(&self) -> impl Iterator<Item = StateTensor<'_, B>> {
         let (optimizer, names) = with_update!(self.kind, U => (<U as Update<B>>::NAME, <U as Update<B>>::STATE));
         let sharding = &self.sharding;
@@ -197,8 +200,8 @@ impl<B: Backend> Optimizer<B> {
         })
     }
 
-    /// With the state and the number of steps of an earlier run; `read` gives the elements in two ranges, one after the other, of the
-    /// tensor of a name and a size.
+    /// Restores the state and the step count of an earlier run. `read` gets a tensor's name, its
+    /// size and two ranges, and returns the elements of both ranges, concatenated.
     ///
     /// # Errors
     /// Any error of `read`.
@@ -220,10 +223,10 @@ impl<B: Backend> Optimizer<B> {
     /// Updates the model. Returns it with the global gradient norm before clipping, `[1]`, on the
     /// device.
     ///
-    /// `settings.step` is set here.
+    /// `settings.step` is ignored: the optimizer counts steps itself.
     ///
     /// # Panics
-    /// If the trained parameters changed since the optimizer was created, or the number of
+    /// If the trained parameters have changed since the optimizer was created, or the number of
     /// gradients differs.
     pub fn step(
         &mut self,
@@ -240,7 +243,7 @@ impl<B: Backend> Optimizer<B> {
         model.embedding.val().device()
     }
 
-    /// [`step`](Self::step) of a model in its place, with the sum over all ranks of a `number`, `[1]`.
+    /// [`step`](Self::step) in place. Also returns the sum of `number`, `[1]`, over all ranks.
     pub(crate) fn update(
         &mut self,
         model: &mut Transformer<Autodiff<B>>,
@@ -250,11 +253,8 @@ impl<B: Backend> Optimizer<B> {
     ) -> (Tensor<B, 1>, Tensor<B, 1>) {
         let (trained, gradients) = (trained_ids(model), gradients.into_inner());
         let own = self.kept.iter().map(|kept| kept.id);
-        assert!(
-            own.eq(trained.iter().copied()),
-            "an optimizer is for the parameters that were trained when it was made"
-        );
-        assert_eq!(gradients.len(), trained.len(), "a gradient, or none, for each parameter");
+        assert!(own.eq(trained.iter().copied()), "the trained parameters have changed since the optimizer was created");
+        assert_eq!(gradients.len(), trained.len(), "one gradient or None per parameter");
         self.steps += 1;
         let mut copies = model.take_copies();
         let (values, ids) = take_values(model);
@@ -269,7 +269,8 @@ impl<B: Backend> Optimizer<B> {
             }
             false => (gradients, None, number),
         };
-        // Of a parameter of which this rank has a part the model's value waits here, or is of no use any more.
+        // For a sharded parameter, the model's old value is kept only if operations read a copy
+        // instead.
         let mut wholes = Vec::with_capacity(values.len());
         let mut parameters = Vec::with_capacity(values.len());
         for (((value, id), gradient), kept) in values.into_iter().zip(&ids).zip(gradients).zip(&mut self.kept) {
@@ -303,7 +304,7 @@ impl<B: Backend> Optimizer<B> {
             let (value, copy) = match whole {
                 None => (Some(value), copy),
                 Some(whole) => {
-                    // What operations read is made whole now: the copy, where there is one.
+                    // Gather now what operations read: the copy if one exists, otherwise the value.
                     let kind = usize::from(copy.is_some());
                     places.push((values.len(), kind, parts[kind].len()));
                     parts[kind].push(copy.clone().unwrap_or_else(|| value.clone()));
@@ -341,7 +342,8 @@ impl<B: Backend> Optimizer<B> {
         (norm, number)
     }
 
-    /// Gives the model the values of its parameters that other ranks have updated, where it does not have them yet. All ranks call it.
+    /// Gathers the parameter values that other ranks have updated, if the model still lacks them.
+    /// All ranks must call it.
     pub(crate) fn complete(&mut self, model: &mut Transformer<Autodiff<B>>) {
         if !std::mem::replace(&mut self.incomplete, false) {
             return;
@@ -386,7 +388,7 @@ fn flat<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 1> {
 }
 
 /// Moves the values of a model's trained parameters out, in order, with their ids, so that kernels
-/// can overwrite them without a copy. The model is left with one shared element.
+/// can overwrite them in place. The model is left with one shared element.
 fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<B, 1>>, Vec<ParamId>) {
     struct Taker<B: Backend> {
         values: Vec<Tensor<B, 1>>,
@@ -409,12 +411,12 @@ fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<
         }
     }
     let mut taker = Taker { values: Vec::new(), ids: Vec::new(), left: None };
-    // Drops the other model, the last other owner of the values.
+    // Drops the old model, the last other owner of the values.
     *model = model.clone().map(&mut taker);
     (taker.values, taker.ids)
 }
 
-/// Sets the trained parameters of a model, in order, in their shapes.
+/// Sets the trained parameters of a model, in order, and restores their shapes.
 fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<(Tensor<B, 1>, Vec<usize>)>) {
     struct Putter<T>(T);
     impl<B: Backend, T: Iterator<Item = (Tensor<B, 1>, Vec<usize>)>> ModuleMapper<Autodiff<B>> for Putter<T> {

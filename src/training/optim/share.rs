@@ -1,41 +1,41 @@
-//! What each of several ranks has of a parameter: sums of gradients, the global norm, and parameters made whole again.
+//! Sharding of parameters among ranks: reduction of gradients, the global norm, and gathering.
 
 use burn::tensor::{DType, Tensor};
 use fireclay_kernels::{Backend, Collective, Rank, all_gather, all_reduce, gradient_norm, reduce_scatter};
 
 use crate::recipe::schema::{Reduce, Shard};
 
-/// Elements that a piece is a multiple of, so that it begins where devices let a buffer begin.
+/// Piece sizes are multiples of this, so that pieces begin at aligned addresses.
 const UNIT: usize = 256;
 
-/// How several ranks work together.
+/// How ranks share the optimizer's work.
 #[derive(Clone, Debug)]
 pub struct Sharding {
-    /// What they exchange tensors through.
+    /// Exchanges tensors between the ranks.
     pub collective: Collective,
-    /// What each has a part of.
+    /// What is sharded.
     pub shard: Shard,
-    /// What gradients are added up in.
+    /// Dtype in which gradients are reduced.
     pub reduce: Reduce,
 }
 
 impl Sharding {
-    /// Of one rank.
+    /// For one rank.
     pub fn only() -> Self {
         Self { collective: Collective::only(), shard: Shard::None, reduce: Reduce::F32 }
     }
 
-    /// Whether there are others.
     pub(super) fn has_others(&self) -> bool {
         self.collective.rank().ranks > 1
     }
 }
 
-/// Which elements of a parameter a rank has: a piece as long as that of each other rank, and the tail behind the pieces of all, which
-/// every rank has. What is not a matrix is all tail.
+/// The elements of a parameter that a rank owns: a piece, as long as every other rank's, and the
+/// tail after all pieces, which every rank has. Parameters that are not matrices consist of the
+/// tail alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
-    /// Of the whole parameter.
+    /// Size of the whole parameter.
     pub(super) elements: usize,
     piece: usize,
     rank: Rank,
@@ -48,12 +48,12 @@ impl Share {
         Self { elements, piece, rank }
     }
 
-    /// The same parameter where every rank has all of it.
+    /// The same parameter, unsharded.
     pub(super) fn whole(self) -> Self {
         Self { piece: 0, ..self }
     }
 
-    /// Whether others have elements that this rank has not.
+    /// Whether the parameter is sharded.
     pub(super) fn is_part(self) -> bool {
         self.piece > 0
     }
@@ -66,18 +66,18 @@ impl Share {
         self.elements - self.pieces()
     }
 
-    /// How many this rank has.
+    /// Number of elements that this rank owns.
     pub(super) fn len(self) -> usize {
         self.piece + self.tail()
     }
 
-    /// Where these are in the whole, in their order.
+    /// Ranges of the owned elements in the whole parameter: piece and tail.
     pub(super) fn ranges(self) -> [std::ops::Range<usize>; 2] {
         let begin = self.rank.rank * self.piece;
         [begin..begin + self.piece, self.pieces()..self.elements]
     }
 
-    /// This rank's elements of the whole.
+    /// The elements of `whole` that this rank owns.
     pub(super) fn cut<B: Backend>(self, whole: Tensor<B, 1>) -> Tensor<B, 1> {
         let ranges = self.ranges().into_iter().filter(|range| !range.is_empty());
         let mut parts: Vec<_> = ranges.map(|range| whole.clone().narrow(0, range.start, range.len())).collect();
@@ -85,8 +85,8 @@ impl Share {
     }
 }
 
-/// The elements that this rank has of the sums of all ranks' gradients, and the norm of all sums. A number goes along, such as a loss:
-/// the sum of those of all ranks is returned with the norm, `[1]` each.
+/// Reduces gradients over all ranks. Returns this rank's shards of the sums, and the global norm of
+/// the sums. Also sums `number`, such as a loss. Norm and number are `[1]` each.
 pub(super) fn reduce<B: Backend>(
     gradients: Vec<Tensor<B, 1>>,
     shares: &[Share],
@@ -104,7 +104,7 @@ pub(super) fn reduce<B: Backend>(
         Shard::None => exact(all_reduce(gradients, collective)),
         Shard::Optimizer => reduce_to_shares(gradients, shares, collective),
     };
-    // Of what every rank has the first one counts the squares.
+    // Every rank has the tail, but only rank 0 counts it in the norm.
     let mut counted = Vec::new();
     for (sum, share) in sums.iter().zip(shares) {
         let [piece, tail] = share.ranges();
@@ -119,7 +119,7 @@ pub(super) fn reduce<B: Backend>(
     (sums, totals.clone().narrow(0, 0, 1).sqrt(), totals.narrow(0, 1, 1))
 }
 
-/// This rank's elements of the sums.
+/// This rank's shards of the summed gradients.
 fn reduce_to_shares<B: Backend>(
     gradients: Vec<Tensor<B, 1>>,
     shares: &[Share],
@@ -157,7 +157,7 @@ fn narrow<B: Backend>(tensor: &Tensor<B, 1>, at: usize, length: usize) -> Tensor
     }
 }
 
-/// The wholes of which each rank has its elements; all of one dtype.
+/// Gathers whole parameters from every rank's shards. All have one dtype.
 pub(super) fn gather<B: Backend>(
     parts: Vec<Tensor<B, 1>>,
     shares: &[Share],

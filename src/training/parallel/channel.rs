@@ -1,5 +1,5 @@
-//! The channel between the first rank and each other one: commands, signs of life, and failures; and the memory of hosts as a way for
-//! tensors.
+//! TCP channels between rank 0 and each other rank. One carries commands, heartbeats and failures;
+//! the other carries tensors through host memory.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
@@ -17,19 +17,20 @@ use super::environment::Place;
 use super::messages::{Command, FromFirst, ToFirst};
 use crate::failure::Failure;
 
-/// Between two signs of life, and how long there may be none.
+/// Heartbeat interval, and the timeout after which a silent rank counts as dead.
 const BEAT: Duration = Duration::from_millis(500);
 const SILENCE: Duration = Duration::from_secs(6);
-/// How long the ranks of a run wait for each other to begin with: machines do not start at the same time.
+/// How long ranks wait for each other at startup. Machines do not start at the same time.
 const ARRIVAL: Duration = Duration::from_secs(600);
-/// How long a stranger may take to say who it is.
+/// How long a new connection may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(10);
-/// How long a failure that is seen in another place, too, waits to be told from there.
+/// How long a failed send or receive waits before it ends the process: the control channel usually
+/// reports the cause first.
 const ELSEWHERE: Duration = Duration::from_secs(12);
-/// What is said first on a connection.
+/// First word of a greeting.
 const MAGIC: &str = "fireclay ranks 1";
 
-/// Who else trains along.
+/// This rank's connection to the other ranks of the run.
 #[derive(Clone, Debug)]
 pub struct Ranks {
     rank: Rank,
@@ -44,7 +45,7 @@ enum Link {
     Other(Arc<Other>),
 }
 
-/// The first rank's end.
+/// Rank 0's side.
 #[derive(Debug)]
 struct First {
     others: Vec<Mutex<TcpStream>>,
@@ -52,7 +53,7 @@ struct First {
     life: Life,
 }
 
-/// Another rank's end.
+/// The side of any other rank.
 #[derive(Debug)]
 struct Other {
     rank: usize,
@@ -64,14 +65,14 @@ struct Other {
 
 /// How this process ends.
 struct Life {
-    /// Whether it does, well or not: from then on no other failure is told.
+    /// The process is ending, successfully or not. No further failure is reported.
     is_ending: AtomicBool,
-    /// Whether the first rank's run was over then, and the others know.
+    /// Rank 0 has ended the run and notified the other ranks.
     is_over: AtomicBool,
-    /// What devices wait for is aborted first.
+    /// Aborted before the process exits, because devices may be waiting in it.
     collective: Mutex<Option<Collective>>,
     before_exit: fn(),
-    /// Whether somebody else tells that the first rank is gone.
+    /// Whether `--gpus` started this rank: then the launcher reports that rank 0 has died.
     is_watched: bool,
 }
 
@@ -82,7 +83,7 @@ impl std::fmt::Debug for Life {
 }
 
 impl Life {
-    /// Takes the end of this process for the caller; does not return where it has been taken.
+    /// Claims the right to end this process. If another thread has it, this blocks forever.
     fn take_end(&self) {
         if self.is_ending.swap(true, Ordering::AcqRel) {
             loop {
@@ -95,7 +96,7 @@ impl Life {
         self.is_ending.load(Ordering::Acquire)
     }
 
-    /// Ends the process, once its end was taken; nothing is saved.
+    /// Ends the process without saving. Call [`take_end`](Self::take_end) first.
     fn exit(&self, line: Option<&str>) -> ! {
         (self.before_exit)();
         if let Some(line) = line {
@@ -106,12 +107,12 @@ impl Life {
     }
 
     fn abort(&self) {
-        // A device that waits for a rank that is gone would keep the driver from ending.
+        // A device that waits for a dead rank would keep the driver from shutting down.
         if let Some(collective) = locked(&self.collective).take() {
             let (sender, receiver) = channel();
             thread::spawn(move || {
                 collective.abort();
-                // The process may be gone.
+                // Nobody receives this after the timeout below.
                 let _ = sender.send(());
             });
             let _ = receiver.recv_timeout(Duration::from_secs(2));
@@ -124,16 +125,17 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Ranks {
-    /// One rank.
+    /// A run of one rank.
     pub fn only() -> Self {
         Self { rank: Rank::ONLY, local: 0, link: Link::Only }
     }
 
-    /// Finds the other ranks, and keeps an eye on them from then on: where one is gone, is silent, or fails, this process ends with one
-    /// line that says so. `before_exit` is called before that, and `stop` when another rank asks the first one to stop the run.
+    /// Connects to the other ranks and watches them from then on. If a rank dies, is silent or
+    /// fails, this process prints one line and exits. `before_exit` is called before that. `stop`
+    /// is called on rank 0 when another rank asks to stop the run.
     ///
     /// # Errors
-    /// If they are not found, or do not fit together.
+    /// If rank 0 cannot listen, the ranks do not find each other, or two claim the same rank.
     pub fn join(place: &Place, before_exit: fn(), stop: impl Fn() + Send + Sync + 'static) -> Result<Self, Failure> {
         let Place { rank, local, is_watched, .. } = *place;
         let life = Life {
@@ -151,22 +153,22 @@ impl Ranks {
         Ok(Self { rank, local, link })
     }
 
-    /// Which one this is.
+    /// This process's rank.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Which one of its machine.
+    /// The local rank: the index of this rank on its machine.
     pub fn local(&self) -> usize {
         self.local
     }
 
-    /// A way for tensors through the memory of the hosts.
+    /// Exchanges tensors through host memory.
     pub(crate) fn host(&self) -> Arc<dyn HostExchange> {
         Arc::new(Host(self.clone()))
     }
 
-    /// What is to be aborted where a rank is gone, and looked at for failures.
+    /// Polls `collective` for failures, and aborts it when this process ends.
     pub(crate) fn watch(&self, collective: &Collective) {
         let (Some(life), collective) = (self.life(), collective.clone()) else { return };
         *locked(&life.collective) = Some(collective.clone());
@@ -174,7 +176,7 @@ impl Ranks {
         thread::spawn(move || {
             while ranks.life().is_some_and(|life| !life.is_ending()) {
                 if let Some(reason) = collective.fault() {
-                    // Where a rank is gone its channel says so, and that is what is worth telling.
+                    // If a rank has died, its channel reports that first.
                     thread::sleep(2 * BEAT);
                     ranks.fail(&reason);
                 }
@@ -191,34 +193,34 @@ impl Ranks {
         }
     }
 
-    /// Tells the others what to do; nothing where this is not the first rank, or the only one.
+    /// Sends a command to the other ranks. Does nothing unless this is rank 0 of several.
     pub(crate) fn tell(&self, command: &Command) {
         if let Link::First(first) = &self.link {
             first.send(&FromFirst::Do(command.clone()));
         }
     }
 
-    /// What the first rank says is to be done next.
+    /// Waits for the next command of rank 0.
     ///
     /// # Errors
-    /// If this is the first rank.
+    /// If this is rank 0, or the only rank.
     pub(crate) fn next(&self) -> Result<Command, Failure> {
-        let Link::Other(other) = &self.link else { return Err(Failure::new("the first rank follows nobody")) };
+        let Link::Other(other) = &self.link else { return Err(Failure::new("rank 0 receives no commands")) };
         match locked(&other.commands).recv() {
             Ok(command) => Ok(command),
-            Err(_) => other.lost("the first rank tells nothing any more"),
+            Err(_) => other.lost("rank 0 closed the channel"),
         }
     }
 
-    /// Asks the first rank to stop the run.
+    /// Asks rank 0 to stop the run.
     pub fn ask_to_stop(&self) {
         if let Link::Other(other) = &self.link {
-            // Where the channel is gone another thread says so.
+            // If the channel is closed, the thread that reads it reports that.
             let _ = send(&other.first, &ToFirst::Stop);
         }
     }
 
-    /// The run is over here, well: the first rank tells the others, and these it.
+    /// Ends the run successfully: rank 0 sends `End`, other ranks send `Done`.
     pub fn end(&self) {
         match &self.link {
             Link::Only => {}
@@ -235,8 +237,8 @@ impl Ranks {
         }
     }
 
-    /// The run has failed here. The first rank tells the others, and whoever called this tells the user; any other rank has the first one
-    /// tell it, and does not return.
+    /// Reports that the run has failed on this rank. On rank 0 the other ranks are told to abort,
+    /// and the caller prints the failure. Any other rank sends the failure to rank 0 and exits.
     pub fn failed(&self, failure: &Failure) {
         match &self.link {
             Link::Only => {}
@@ -251,7 +253,7 @@ impl Ranks {
         }
     }
 
-    /// Ends all ranks.
+    /// Ends all ranks with `reason`.
     fn fail(&self, reason: &str) -> ! {
         match &self.link {
             Link::First(first) => first.fail(reason),
@@ -262,7 +264,7 @@ impl Ranks {
 }
 
 impl First {
-    /// Waits for the other ranks.
+    /// Accepts the connections of all other ranks.
     fn listen(place: &Place, life: Life, stop: impl Fn() + Send + Sync + 'static) -> Result<Arc<Self>, Failure> {
         let Place { rank: Rank { ranks, .. }, port, host, word, .. } = place;
         let local = ["127.0.0.1", "localhost"].contains(&host.as_str());
@@ -289,14 +291,16 @@ impl First {
                             .map(|rank| rank.to_string())
                             .collect();
                         let (lacks, seconds) = (lacks.join(", "), ARRIVAL.as_secs());
-                        return Err(Failure::new(format!("of {ranks} ranks {lacks} did not come within {seconds} s")));
+                        return Err(Failure::new(format!(
+                            "ranks {lacks} of {ranks} did not connect within {seconds} s"
+                        )));
                     }
                     thread::sleep(Duration::from_millis(10));
                     continue;
                 }
                 Err(error) => return Err(Failure::new(format!("rank 0 cannot listen on port {port}: {error}"))),
             };
-            // Who does not greet as ranks do is somebody else.
+            // Anything without the greeting of this run is another program.
             let Some((greeted, kind, rank)) = greeting(&stream) else { continue };
             if greeted != greets(word, *ranks) || !(1..*ranks).contains(&rank) {
                 continue;
@@ -304,13 +308,13 @@ impl First {
             let place = if kind == "control" { &mut control[rank - 1] } else { &mut data[rank - 1] };
             if place.replace(stream).is_some() {
                 return Err(Failure::new(format!(
-                    "two processes say that they are rank {rank}: is another run on port {port}?"
+                    "two processes claim rank {rank}: does another run use port {port}?"
                 )));
             }
         }
         let others: Vec<TcpStream> = control.into_iter().flatten().collect();
         let read = others.iter().map(TcpStream::try_clone).collect::<Result<Vec<_>, _>>();
-        let read = read.map_err(|error| Failure::new(format!("the channel to a rank: {error}")))?;
+        let read = read.map_err(|error| Failure::new(format!("connection to a rank: {error}")))?;
         let first = Arc::new(Self {
             others: others.into_iter().map(Mutex::new).collect(),
             data: Mutex::new(data.into_iter().flatten().collect()),
@@ -331,7 +335,7 @@ impl First {
         Ok(first)
     }
 
-    /// Listens to a rank for as long as the run goes.
+    /// Reads a rank's messages until the run ends.
     fn hear(&self, rank: usize, stream: TcpStream, stop: &dyn Fn()) {
         for message in messages(stream) {
             match message {
@@ -342,10 +346,10 @@ impl First {
                 Err(_) if self.life.is_ending() => return,
                 Err(Lost::Silent) => {
                     let seconds = SILENCE.as_secs();
-                    self.fail(&format!("rank {rank} has given no sign of life for {seconds} s; {RESUME}"));
+                    self.fail(&format!("rank {rank} sent no heartbeat for {seconds} s; {RESUME}"));
                 }
                 Err(Lost::Gone) => {
-                    self.fail(&format!("rank {rank} is gone: it was killed, or ran out of memory; {RESUME}"));
+                    self.fail(&format!("rank {rank} exited: it was killed, or ran out of memory; {RESUME}"));
                 }
             }
         }
@@ -353,7 +357,7 @@ impl First {
 
     fn send(&self, message: &FromFirst) {
         for other in &self.others {
-            // Where a rank is gone the thread that listens to it says so.
+            // If the rank has died, the thread that reads its channel reports that.
             let _ = send(other, message);
         }
     }
@@ -365,7 +369,7 @@ impl First {
     }
 }
 
-const RESUME: &str = "fireclay train --resume goes on from the last checkpoint";
+const RESUME: &str = "resume from the last checkpoint: fireclay train --resume";
 
 impl Other {
     fn connect(place: &Place, life: Life) -> Result<Arc<Self>, Failure> {
@@ -394,7 +398,7 @@ impl Other {
             }
         };
         let (first, data) = (connect("control")?, connect("data")?);
-        let read = first.try_clone().map_err(|error| Failure::new(format!("the channel to rank 0: {error}")))?;
+        let read = first.try_clone().map_err(|error| Failure::new(format!("connection to rank 0: {error}")))?;
         let (sender, receiver) = channel();
         let other = Arc::new(Self {
             rank: *rank,
@@ -414,7 +418,7 @@ impl Other {
         if place.is_watched {
             let watched = Arc::clone(&other);
             thread::spawn(move || {
-                // It ends with the process that started this one.
+                // Standard input closes when the launcher dies.
                 let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
                 watched.life.take_end();
                 watched.life.exit(None);
@@ -423,9 +427,9 @@ impl Other {
         Ok(other)
     }
 
-    /// Listens to the first rank for as long as the run goes.
+    /// Reads rank 0's messages until the run ends.
     fn hear(&self, stream: TcpStream, commands: &Sender<Command>) {
-        // Until all ranks are there the first one has nothing to say.
+        // Rank 0 sends its first heartbeat only after all ranks have connected.
         let (mut may_wait, begun) = (true, Instant::now());
         for message in messages(stream) {
             match message {
@@ -444,21 +448,22 @@ impl Other {
                 Err(Lost::Silent) if may_wait && begun.elapsed() < ARRIVAL => {}
                 Err(Lost::Silent) => {
                     let seconds = SILENCE.as_secs();
-                    self.end(&format!("rank 0 has given no sign of life for {seconds} s"));
+                    self.end(&format!("rank 0 sent no heartbeat for {seconds} s"));
                 }
-                Err(Lost::Gone) => self.end("rank 0 is gone"),
+                Err(Lost::Gone) => self.end("lost the connection to rank 0"),
             }
         }
     }
 
-    /// Ends this rank, whose first one cannot tell why.
+    /// Ends this rank when rank 0 cannot report why.
     fn end(&self, reason: &str) -> ! {
         self.life.take_end();
-        let line = format!("{reason}, and rank {} ends with it; {RESUME}", self.rank);
+        let line = format!("{reason}; rank {} exits; {RESUME}", self.rank);
         self.life.exit((!self.life.is_watched).then_some(line.as_str()))
     }
 
-    /// Something that the thread that listens sees, too, and knows more about.
+    /// Ends this rank after a failure that the reading thread sees, too, and reports with its
+    /// cause.
     fn lost(&self, reason: &str) -> ! {
         thread::sleep(ELSEWHERE);
         self.end(reason)
@@ -467,21 +472,21 @@ impl Other {
     fn fail(&self, reason: &str) -> ! {
         self.life.take_end();
         let told = send(&self.first, &ToFirst::Failed(reason.to_string()));
-        // The first rank ends all; should it not, this is what is known.
+        // Rank 0 ends all ranks. If the message could not be sent, this rank prints the reason.
         thread::sleep(if told.is_ok() { Duration::from_secs(2) } else { Duration::ZERO });
         self.life.exit(told.is_err().then_some(reason))
     }
 }
 
-/// Why there is no further message.
+/// Why no further message comes.
 enum Lost {
     Gone,
     Silent,
 }
 
-/// The messages that come in, and last why there are no more.
+/// The messages of a channel. The last item is the reason why there are no more.
 fn messages<T: DeserializeOwned>(stream: TcpStream) -> impl Iterator<Item = Result<T, Lost>> {
-    // It may fail on what is gone, which reading tells, too.
+    // On a closed connection this fails, and so does the next read.
     let _ = stream.set_read_timeout(Some(SILENCE));
     let mut reader = BufReader::new(stream);
     let mut line = String::new();
@@ -501,17 +506,16 @@ fn send(stream: &Mutex<TcpStream>, message: &impl Serialize) -> std::io::Result<
     locked(stream).write_all(format!("{line}\n").as_bytes())
 }
 
-/// What ranks of a run say first.
+/// The greeting of a run's ranks.
 fn greets(word: &str, ranks: usize) -> String {
     format!("{MAGIC} {} {ranks} {word}", env!("CARGO_PKG_VERSION"))
 }
 
-/// What a new connection says: its greeting, what it is for and its rank.
+/// Reads a new connection's greeting, its kind (`control` or `data`) and its rank.
 fn greeting(stream: &TcpStream) -> Option<(String, String, usize)> {
     stream.set_nonblocking(false).ok()?;
     stream.set_nodelay(true).ok()?;
     stream.set_read_timeout(Some(GREETING)).ok()?;
-    // Byte by byte: what follows is not for this.
     #[allow(clippy::unbuffered_bytes, reason = "a buffer would take what follows")]
     let mut bytes = stream.bytes();
     let mut line = || {
@@ -529,7 +533,7 @@ fn greeting(stream: &TcpStream) -> Option<(String, String, usize)> {
     Some((greeting, kind, rank.parse().ok()?))
 }
 
-/// The memory of the hosts as a way for tensors.
+/// Exchange through host memory, over the data channels.
 #[derive(Debug)]
 struct Host(Ranks);
 
@@ -549,13 +553,13 @@ impl HostExchange for Host {
                 });
                 done.unwrap_or_else(|error| {
                     thread::sleep(ELSEWHERE);
-                    first.fail(&format!("the exchange between ranks broke off: {error}"))
+                    first.fail(&format!("the exchange between ranks failed: {error}"))
                 })
             }
             Link::Other(other) => {
                 let mut first = locked(&other.data);
                 let done = give(&mut first, &sends).and_then(|()| receive(&mut first));
-                done.unwrap_or_else(|error| other.lost(&format!("the exchange between ranks broke off: {error}")))
+                done.unwrap_or_else(|error| other.lost(&format!("the exchange between ranks failed: {error}")))
             }
         }
     }

@@ -1,4 +1,5 @@
-//! Which rank this process is, as launchers say it: torchrun, Open MPI, Slurm, Kubeflow, and `--gpus`.
+//! This process's rank, read from the variables of torchrun, Open MPI, Slurm, Kubeflow and
+//! `--gpus`.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -6,56 +7,56 @@ use fireclay_kernels::Rank;
 
 use crate::failure::Failure;
 
-/// Where a rank is, and where it finds the first one.
+/// A rank and the address of rank 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Which one it is.
+    /// Rank and world size.
     pub rank: Rank,
-    /// Which one of its machine, and so which of the devices there is its own.
+    /// Local rank: the index of this rank on its machine, and of its device.
     pub local: usize,
-    /// Where the first rank listens.
+    /// The host on which rank 0 listens.
     pub host: String,
-    /// And on which port.
+    /// Rank 0's port.
     pub port: u16,
-    /// Ranks of one run know the same word; strangers do not.
+    /// Run token: ranks of one run share it, and rank 0 refuses connections with another one.
     pub word: String,
-    /// Whether `--gpus` began it, so that somebody on this machine watches it and tells what becomes of it.
+    /// Whether `--gpus` started this rank: then the launcher watches it and reports its failure.
     pub is_watched: bool,
 }
 
-/// How a command that can have several ranks begins.
+/// How a command that supports several ranks starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// Alone.
+    /// As a single process.
     Alone,
-    /// As one of several.
+    /// As one rank of several.
     Rank(Place),
-    /// By starting so many of itself, the first of which is of rank `first` of `all`.
+    /// As a launcher of `count` ranks.
     Launch {
-        /// Processes here.
+        /// Ranks to start on this machine.
         count: usize,
-        /// The rank of the first of them.
+        /// The lowest of these ranks.
         first: usize,
-        /// Processes on all machines.
+        /// World size: ranks on all machines.
         all: usize,
-        /// Where rank 0 listens, where that is not for this process to say.
+        /// Host and port of rank 0, if a cluster launcher sets them.
         at: Option<(String, u16)>,
     },
 }
 
-/// Set for the ranks that `--gpus` starts: the word that they know each other by.
+/// Run token of the ranks that `--gpus` starts. Only these have it set.
 pub(super) const WATCHED: &str = "FIRECLAY_RANKS";
-/// The port for ranks, in place of one that is made of what the launcher says.
+/// Overrides the port of rank 0.
 const PORT: &str = "FIRECLAY_PORT";
 
-/// What the launchers' variables say, by name.
+/// Looks up an environment variable.
 type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Start {
-    /// What `gpus`, as `--gpus` gives it, and the environment ask for.
+    /// Decides from `gpus`, the value of `--gpus`, and the launcher's environment variables.
     ///
     /// # Errors
-    /// If they contradict each other, or something is missing that the launcher does not say.
+    /// If they contradict each other, or a variable is missing or malformed.
     pub fn of(gpus: Option<usize>) -> Result<Self, Failure> {
         Self::read(gpus, &|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
@@ -65,7 +66,7 @@ impl Start {
             let place = Place { word, is_watched: true, ..torchrun(environment)?.unwrap_or_else(Place::alone) };
             return Ok(if place.rank.ranks == 1 { Self::Alone } else { Self::Rank(place) });
         }
-        // A pod of Kubeflow's is told which machine it is of how many, and no more.
+        // Kubeflow sets RANK and WORLD_SIZE per pod, without LOCAL_RANK.
         let is_machine = environment("RANK").is_some() && environment("LOCAL_RANK").is_none();
         if is_machine && environment("WORLD_SIZE").is_some() {
             return machines(gpus.unwrap_or(1), environment);
@@ -95,26 +96,26 @@ impl Place {
     }
 }
 
-/// A whole number of the environment.
+/// An environment variable as a whole number.
 fn number(environment: Environment<'_>, name: &str) -> Result<Option<usize>, Failure> {
     let Some(text) = environment(name) else { return Ok(None) };
-    let wrong = |_| Failure::usage(format!("{name} is {text}: it has to be a whole number"));
+    let wrong = |_| Failure::usage(format!("{name} is {text}: it must be a whole number"));
     text.trim().parse().map(Some).map_err(wrong)
 }
 
 fn port(environment: Environment<'_>, name: &str) -> Result<Option<u16>, Failure> {
-    let wrong = |_| Failure::usage(format!("{name} has to be a port, from 1 to 65535"));
+    let wrong = |_| Failure::usage(format!("{name} must be a port, from 1 to 65535"));
     number(environment, name)?.map(|port| u16::try_from(port).map_err(wrong)).transpose()
 }
 
 fn place(rank: usize, ranks: usize, local: usize, host: String, port: u16) -> Result<Place, Failure> {
     if rank >= ranks {
-        return Err(Failure::usage(format!("the launcher says that this is rank {rank} of {ranks}")));
+        return Err(Failure::usage(format!("RANK {rank} is not below the world size {ranks}")));
     }
     Ok(Place { rank: Rank { rank, ranks }, local, host, port, word: String::new(), is_watched: false })
 }
 
-/// torchrun's variables, which others set, too.
+/// The variables of torchrun, which other launchers set, too.
 fn torchrun(environment: Environment<'_>) -> Result<Option<Place>, Failure> {
     let numbers =
         (number(environment, "RANK")?, number(environment, "WORLD_SIZE")?, number(environment, "LOCAL_RANK")?);
@@ -123,20 +124,20 @@ fn torchrun(environment: Environment<'_>) -> Result<Option<Place>, Failure> {
     place(rank, ranks, local, host, port).map(Some)
 }
 
-/// Where MASTER_ADDR and MASTER_PORT are.
+/// Host and port of rank 0, from MASTER_ADDR and MASTER_PORT.
 fn master(environment: Environment<'_>) -> Result<(String, u16), Failure> {
-    let lacks = |name: &str| Failure::usage(format!("{name} is not set: the ranks do not know where the first one is"));
+    let lacks = |name: &str| Failure::usage(format!("{name} is not set: ranks need the address of rank 0"));
     let host = environment("MASTER_ADDR").ok_or_else(|| lacks("MASTER_ADDR"))?;
     if let Some(port) = port(environment, PORT)? {
         return Ok((host, port));
     }
     let port = port(environment, "MASTER_PORT")?.ok_or_else(|| lacks("MASTER_PORT"))?;
-    // torchrun itself listens there.
+    // torchrun's own store listens on MASTER_PORT, so the next port is used.
     let is_taken = environment("TORCHELASTIC_RUN_ID").is_some();
     Ok((host, if is_taken { port.checked_add(1).unwrap_or(port - 1) } else { port }))
 }
 
-/// A machine of several, on each of which `count` ranks are to be.
+/// One machine of several that each start `count` ranks.
 fn machines(count: usize, environment: Environment<'_>) -> Result<Start, Failure> {
     let machine = number(environment, "RANK")?.unwrap_or(0);
     let machines = match number(environment, "PET_NNODES")? {
@@ -144,7 +145,7 @@ fn machines(count: usize, environment: Environment<'_>) -> Result<Start, Failure
         None => number(environment, "WORLD_SIZE")?.unwrap_or(1),
     };
     if machine >= machines {
-        return Err(Failure::usage(format!("RANK is {machine}, and there are {machines} machines")));
+        return Err(Failure::usage(format!("RANK is {machine}, but there are only {machines} machines")));
     }
     let all = machines * count;
     if all == 1 {
@@ -166,18 +167,18 @@ fn open_mpi(environment: Environment<'_>) -> Result<Option<Place>, Failure> {
         None if here == Some(ranks) => "127.0.0.1".into(),
         None => {
             return Err(Failure::usage(
-                "mpirun on several machines does not say where rank 0 is: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
+                "on several machines mpirun needs the address of rank 0: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
             ));
         }
     };
     let own = [PORT, "MASTER_PORT"].into_iter().find_map(|name| port(environment, name).transpose()).transpose()?;
     let port = own.or_else(|| environment("PMIX_NAMESPACE").map(|job| port_of(&job)));
     let port =
-        port.ok_or_else(|| Failure::usage("mpirun does not say which job this is: mpirun -x MASTER_PORT=PORT"))?;
+        port.ok_or_else(|| Failure::usage("no job id from mpirun: pass the port with mpirun -x MASTER_PORT=PORT"))?;
     place(rank, ranks, local, host, port).map(Some)
 }
 
-/// A step of Slurm's. SLURM_NTASKS is set in the shell of an allocation, too, where nothing was launched.
+/// A step of Slurm. An allocation's shell sets SLURM_NTASKS, too, although no task was launched.
 fn slurm(environment: Environment<'_>) -> Result<Option<Place>, Failure> {
     let of = |name: &str| number(environment, &format!("SLURM_{name}"));
     let (Some(rank), Some(ranks), Some(local)) = (of("PROCID")?, of("STEP_NUM_TASKS")?, of("LOCALID")?) else {
@@ -188,20 +189,20 @@ fn slurm(environment: Environment<'_>) -> Result<Option<Place>, Failure> {
     }
     let nodes = environment("SLURM_STEP_NODELIST").or_else(|| environment("SLURM_JOB_NODELIST"));
     let host = environment("MASTER_ADDR").or_else(|| nodes.map(|nodes| first_node(&nodes)));
-    let host = host.ok_or_else(|| Failure::usage("srun does not say where rank 0 is: set MASTER_ADDR"))?;
+    let host = host.ok_or_else(|| Failure::usage("no node list from srun: set MASTER_ADDR to the host of rank 0"))?;
     let own = [PORT, "MASTER_PORT"].into_iter().find_map(|name| port(environment, name).transpose()).transpose()?;
     let job = ["SLURM_JOB_ID", "SLURM_STEP_ID"].map(|name| environment(name).unwrap_or_default()).join(".");
     place(rank, ranks, local, host, own.unwrap_or_else(|| port_of(&job))).map(Some)
 }
 
-/// A port for a job, the same in all its processes; of those that systems do not give out themselves.
+/// A port derived from the job id, equal in all its processes, below the ephemeral range.
 fn port_of(job: &str) -> u16 {
     let mut hasher = DefaultHasher::new();
     job.hash(&mut hasher);
     20_000 + (hasher.finish() % 10_000) as u16
 }
 
-/// The first machine of a list as Slurm writes it, `node[03-07,12],other`.
+/// The first machine of a Slurm node list such as `node[03-07,12],other`.
 fn first_node(list: &str) -> String {
     let Some((prefix, rest)) = list.split_once('[').filter(|(prefix, _)| !prefix.contains(',')) else {
         return list.split(',').next().unwrap_or(list).to_string();

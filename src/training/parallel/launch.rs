@@ -1,4 +1,4 @@
-//! `--gpus N`: the program starts itself once for each rank, and ends all when one has failed.
+//! `--gpus N`: starts this program once per rank, and ends all ranks when one fails.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -9,19 +9,20 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use super::environment::WATCHED;
 use crate::failure::Failure;
 
-/// Time that the first rank has to tell of a failure before all are ended.
+/// After a failure, rank 0 has this long to report it before all ranks are killed.
 const GRACE: Duration = Duration::from_secs(4);
-/// And the others to go once the first is done.
+/// After the lowest rank here has ended, the others have this long to exit.
 const LAST: Duration = Duration::from_secs(10);
 
-/// Ranks that were started here.
+/// The ranks that this process started.
 pub struct Launch {
     children: Vec<(usize, Child)>,
 }
 
 impl Launch {
-    /// Starts `count` ranks of `all` on this machine, from `first` on, by the command that this process was started with. Rank 0 has
-    /// this process's terminal; what others write to stderr is shown with their ranks before it.
+    /// Starts the ranks `first..first + count` of `all` on this machine, with this process's
+    /// command line. Rank 0 keeps the terminal. The stderr of other ranks is printed with a prefix,
+    /// `[rank N]`.
     ///
     /// # Errors
     /// If a process cannot be started.
@@ -35,7 +36,7 @@ impl Launch {
                 ("127.0.0.1".into(), free.map_err(cannot)?.port())
             }
         };
-        // On several machines all have to know it.
+        // On several machines all launchers need the same run token.
         let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let word = if count == all { format!("{}-{since}", std::process::id()) } else { "several machines".into() };
         let mut launch = Self { children: Vec::new() };
@@ -47,9 +48,9 @@ impl Launch {
             command.envs(numbers.map(|(name, number)| (name, number.to_string())));
             command.env("MASTER_ADDR", &host).env(WATCHED, &word);
             if rank > 0 {
-                // Its end is the end of this process, which the rank notices.
+                // The rank notices the end of this process: its standard input closes.
                 command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
-                // Ctrl-C is for the first rank, which tells the others.
+                // Ctrl-C reaches only rank 0, which stops the others.
                 #[cfg(unix)]
                 std::os::unix::process::CommandExt::process_group(&mut command, 0);
             }
@@ -69,22 +70,23 @@ impl Launch {
         Ok(launch)
     }
 
-    /// The process that is told of signals, by its number: that of the lowest rank here.
+    /// Process id of the lowest rank here, which receives signals.
     pub fn leader(&self) -> u32 {
         self.children.first().map_or(0, |(_, child)| child.id())
     }
 
-    /// Waits for all; gives the exit code of the lowest rank here.
+    /// Waits for all ranks. Returns the exit code of the lowest rank here.
     ///
     /// # Errors
-    /// If a rank failed and could not tell of it itself.
+    /// If a rank failed without reporting it.
     pub fn wait(mut self) -> Result<u8, Failure> {
         let mut ended: Vec<Option<ExitStatus>> = vec![None; self.children.len()];
         let mut since: Option<(Instant, Duration)> = None;
         loop {
             for ((_, child), ended) in self.children.iter_mut().zip(&mut ended) {
                 if ended.is_none() {
-                    *ended = child.try_wait().map_err(|error| Failure::new(format!("a rank is lost: {error}")))?;
+                    *ended =
+                        child.try_wait().map_err(|error| Failure::new(format!("cannot wait for a rank: {error}")))?;
                 }
             }
             if ended.iter().all(Option::is_some) {
@@ -94,7 +96,8 @@ impl Launch {
             if let (None, Some(wait)) = (since, if failed { Some(GRACE) } else { ended[0].map(|_| LAST) }) {
                 since = Some((Instant::now(), wait));
             }
-            // What the first rank tells is worth waiting for; once it is gone there is nothing to come.
+            // Rank 0 gets time to report a failure; once it has failed itself, nothing more is
+            // reported.
             let lost = ended[0].is_some_and(|status| !status.success());
             if lost || since.is_some_and(|(begun, wait)| begun.elapsed() > wait) {
                 break;
@@ -106,25 +109,24 @@ impl Launch {
         match ended[0] {
             Some(status) => match status.code() {
                 Some(0) if ended.iter().any(|ended| ended.is_some_and(|status| !status.success())) => {
-                    Err(Failure::new("a rank failed behind the end of the run, which is saved"))
+                    Err(Failure::new("the run is saved, but a rank failed while exiting"))
                 }
                 Some(code) => Ok(code.try_into().unwrap_or(1)),
                 None => Err(Failure::new(format!(
-                    "rank {rank} was killed ({status}), and the others ended with it: fireclay train --resume goes on from \
-                     the last checkpoint"
+                    "rank {rank} was killed ({status}) and all ranks have ended; resume from the last checkpoint: \
+                     fireclay train --resume"
                 ))),
             },
             None => Err(Failure::new(format!(
-                "rank {rank} does not answer the others any more, and all are ended: fireclay train --resume goes on from \
-                 the last checkpoint"
+                "rank {rank} hung and all ranks were killed; resume from the last checkpoint: fireclay train --resume"
             ))),
         }
     }
 
-    /// Ends all that still run.
+    /// Kills the ranks that still run.
     fn end(&mut self) {
         for (_, child) in &mut self.children {
-            // One that has ended needs nothing.
+            // Fails if the rank has already exited.
             let _ = child.kill();
             let _ = child.wait();
         }

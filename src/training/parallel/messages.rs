@@ -1,4 +1,4 @@
-//! What ranks tell each other: a JSON object a line.
+//! Messages between ranks, one JSON object per line.
 
 use std::path::PathBuf;
 
@@ -6,53 +6,53 @@ use serde::{Deserialize, Serialize};
 
 use crate::recipe::Recipe;
 
-/// What the others need to know to train along.
+/// What other ranks need in order to start training.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Begin {
-    /// What is trained, with all that the command line of the first rank says.
+    /// The recipe, with the changes of rank 0's command line.
     pub(crate) recipe: Recipe,
-    /// The checkpoint that it goes on from, and its step.
+    /// The checkpoint to resume from, and its step.
     pub(crate) checkpoint: Option<(PathBuf, u64)>,
-    /// Of what makes tokens of the data.
+    /// Checksum of the tokenizer or labels.
     pub(crate) checksum: String,
 }
 
-/// What the others are to do next, in the order in which they are told.
+/// Commands of rank 0, executed in order.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Command {
-    /// The run begins.
+    /// Start the run.
     Begin(Box<Begin>),
-    /// A training step.
+    /// Run a training step.
     Step,
-    /// To make the model's parameters complete.
+    /// Gather the model's parameters.
     Complete,
-    /// To make them complete, and to read a share of the held-out data.
+    /// Gather the parameters and evaluate a shard of the held-out data.
     Judge { tokens: usize },
-    /// To make them complete, and to send what the optimizer keeps.
+    /// Gather the parameters and the optimizer's state.
     Save,
-    /// The run is over.
+    /// End the run.
     End,
 }
 
-/// From the first rank to another.
+/// From rank 0 to another rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum FromFirst {
-    /// It is well.
+    /// Heartbeat.
     Beat,
     Do(Command),
-    /// The run has failed, which the first rank has told already.
+    /// The run has failed, and rank 0 reports it.
     Abort,
 }
 
-/// To the first rank.
+/// From another rank to rank 0.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum ToFirst {
-    /// It is well.
+    /// Heartbeat.
     Beat,
-    /// Somebody asks the run to stop.
+    /// Stop the run.
     Stop,
-    /// It cannot go on.
+    /// This rank has failed.
     Failed(String),
-    /// It has done all, and goes.
+    /// This rank has finished and exits.
     Done,
 }

@@ -1,8 +1,9 @@
-//! Ranks: processes that train one model together, a device each.
+//! Distributed training: one process (rank) per device.
 //!
-//! The first rank leads: it shows the run, keeps its folder, and tells the others over a channel what to do, step by step. These have
-//! their own rows of every batch; what all need is exchanged between the devices ([`Collective`](fireclay_kernels::Collective)). Where a
-//! rank is gone or hears nothing of another one, all end, and nothing is saved from then on.
+//! Rank 0 displays the run, owns its folder and sends the other ranks a command for each step. Each
+//! rank computes its own rows of every batch, and gradients and parameters are exchanged between
+//! the devices ([`Collective`](fireclay_kernels::Collective)). If a rank dies or becomes silent,
+//! all ranks end without saving.
 
 mod channel;
 mod environment;

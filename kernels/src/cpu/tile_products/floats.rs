@@ -1,4 +1,4 @@
-//! Products of floats: tiles of 16 bits with inputs of 32.
+//! Products of floats: 16-bit tiles with f32 inputs.
 
 #![allow(clippy::needless_range_loop, reason = "registers are arrays, of which several have the same index")]
 
@@ -8,7 +8,7 @@ use crate::quant::tiles::TILE;
 /// How sixteen weights are read.
 pub(super) trait FloatTile {
     /// # Safety
-    /// As [`Lanes`] has it: there are 32 bytes.
+    /// As for [`Lanes`]: 32 bytes must be readable at `at`.
     unsafe fn sixteen<L: Lanes>(lanes: L, at: *const u8) -> L::Floats;
 }
 
@@ -18,7 +18,7 @@ pub(super) struct Half;
 impl FloatTile for Half {
     #[inline(always)]
     unsafe fn sixteen<L: Lanes>(lanes: L, at: *const u8) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.halves(at) }
     }
 }
@@ -29,17 +29,18 @@ pub(super) struct Brain;
 impl FloatTile for Brain {
     #[inline(always)]
     unsafe fn sixteen<L: Lanes>(lanes: L, at: *const u8) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.brains(at) }
     }
 }
 
-/// Bytes that sixteen weights take.
+/// Bytes of sixteen weights.
 const SIXTEEN: usize = 2 * TILE;
-/// Sums of one row that are added up apart, since each waits for the one before.
+/// Running sums of a single row, because each addition waits for the one before.
 const APART: usize = 4;
 
-/// Stores rows of inputs, `[rows, d_input]`, as a panel of `panel_rows`: column after column, of which rows behind them have zeros.
+/// Stores rows of inputs, `[rows, d_input]`, as a panel of `panel_rows` rows, column-major and
+/// padded with zeros.
 #[inline(always)]
 pub(super) fn fill_panel(x: &[f32], d_input: usize, panel_rows: usize, panel: &mut [f32]) {
     for (row, x) in x.chunks_exact(d_input).enumerate() {
@@ -47,11 +48,12 @@ pub(super) fn fill_panel(x: &[f32], d_input: usize, panel_rows: usize, panel: &m
     }
 }
 
-/// The products of the rows of `TILES` tiles with those of a panel, `[TILES, ROWS, 16]` at `out`.
+/// The products of `TILES` tiles with a panel, `[TILES, ROWS, 16]`, stored at `out`.
 ///
 /// # Safety
-/// The processor has the instructions of `L`, tiles of `columns` columns, a multiple of four, are at `tile`, `apart` bytes from each
-/// other, the panel has as many columns of `ROWS` rows, and there is room at `out`.
+/// The processor must have the instructions of `L`. At `tile` must be tiles of `columns` columns, a
+/// multiple of four, `apart` bytes from each other. The panel must have as many columns of `ROWS`
+/// rows. `out` must have room for the result.
 #[inline(always)]
 pub(super) unsafe fn product<L: Lanes, F: FloatTile, const ROWS: usize, const TILES: usize>(
     lanes: L,
@@ -61,7 +63,7 @@ pub(super) unsafe fn product<L: Lanes, F: FloatTile, const ROWS: usize, const TI
     panel: *const f32,
     out: *mut f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if ROWS == 1 {
             for of_tile in 0..TILES {

@@ -1,59 +1,59 @@
-//! Products of integers: tiles of 8, 6 and 4 bits with inputs of 8.
+//! Products of integers: tiles of 8-, 6- and 4-bit weights with 8-bit inputs.
 //!
-//! Of each group of 32 weights of a row, their bytes are multiplied with those of the inputs and
-//! summed exactly; the sum is then multiplied by both scales. A format whose weights count from an
-//! offset has it times the sum of the inputs taken away first, and one that adds a least value has
-//! that times the same sum added.
+//! For each group of 32 weights of a row, products of bytes are summed exactly, and the sum is
+//! multiplied by both scales. If weights are stored with an offset, the offset times the sum of the
+//! inputs is subtracted first. If weights have a minimum, the minimum times the same sum is
+//! subtracted, too.
 
 #![allow(clippy::needless_range_loop, reason = "registers are arrays, of which several have the same index")]
 
 use super::lanes::Lanes;
 use crate::quant::tiles::TILE;
 
-/// Weights of a group.
+/// Weights per group.
 pub(super) const GROUP: usize = 32;
-/// Groups of a block whose products are written out one after the other.
+/// Groups unrolled together.
 const TOGETHER: usize = 4;
-/// Weights that are multiplied at once.
+/// Weights multiplied at once.
 const FOUR: usize = 4;
 const FOURS: usize = GROUP / FOUR;
 
 /// How the blocks of a tile are read.
 pub(super) trait IntegerTile {
-    /// Bytes of a block of all rows.
+    /// Bytes of one block of all rows.
     const BYTES: usize;
-    /// Groups of a block.
+    /// Groups per block.
     const GROUPS: usize;
-    /// What the bytes of weights count from.
+    /// Offset of the stored weights.
     const OFFSET: i32;
-    /// Scales of a group: of 32 weights, or of 16 each.
+    /// Scales per group: one for 32 weights, or one for each 16.
     const SCALES: usize;
-    /// Whether weights have a least value.
+    /// Whether weights have a minimum.
     const LEAST: bool = false;
 
-    /// Weights `4 fours` to `4 fours + 3` of a group, plus the offset.
+    /// Weights `4 * fours` to `4 * fours + 3` of a group, plus the offset.
     ///
     /// # Safety
-    /// As [`Lanes`] has it: there is a block at `block`.
+    /// As for [`Lanes`]: `block` must point to a block.
     unsafe fn four<L: Lanes>(lanes: L, block: *const u8, group: usize, fours: usize) -> L::Bytes;
 
-    /// What a part of a group is multiplied by.
+    /// The scale of a part of a group.
     ///
     /// # Safety
-    /// As [`four`](Self::four).
+    /// As for [`four`](Self::four).
     unsafe fn scale<L: Lanes>(lanes: L, block: *const u8, group: usize, part: usize) -> L::Floats;
 
-    /// What is taken away from each weight of a group.
+    /// The minimum of a group, which is subtracted from each weight.
     ///
     /// # Safety
-    /// As [`four`](Self::four).
+    /// As for [`four`](Self::four).
     unsafe fn least<L: Lanes>(lanes: L, _block: *const u8, _group: usize) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.floats(0.0) }
     }
 }
 
-/// Bytes of 16 units.
+/// Size of a field of 16 rows that has `bytes` bytes per row.
 const fn of_tile(bytes: usize) -> usize {
     TILE * bytes
 }
@@ -69,19 +69,19 @@ impl IntegerTile for Q8_0 {
 
     #[inline(always)]
     unsafe fn four<L: Lanes>(lanes: L, block: *const u8, _group: usize, fours: usize) -> L::Bytes {
-        // SAFETY: the caller's; the units of four bytes follow the scales.
+        // SAFETY: guaranteed by the caller; the units of four bytes follow the scales.
         unsafe { lanes.xor(lanes.bytes(block.add(of_tile(2 + FOUR * fours))), 0x80) }
     }
 
     #[inline(always)]
     unsafe fn scale<L: Lanes>(lanes: L, block: *const u8, _group: usize, _part: usize) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.halves(block) }
     }
 }
 
-/// [`BlockFormat::Q4_0`](crate::BlockFormat): a scale, 16 bytes of which each has a weight in its low half, and one 16 further on
-/// in its high one.
+/// [`BlockFormat::Q4_0`](crate::BlockFormat): a scale, 16 bytes. Byte i has weight i in its low
+/// half and weight i + 16 in its high half.
 pub(super) struct Q4_0;
 
 impl IntegerTile for Q4_0 {
@@ -92,7 +92,7 @@ impl IntegerTile for Q4_0 {
 
     #[inline(always)]
     unsafe fn four<L: Lanes>(lanes: L, block: *const u8, _group: usize, fours: usize) -> L::Bytes {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let bytes = lanes.bytes(block.add(of_tile(2 + FOUR * (fours % 4))));
             lanes.and(if fours < 4 { bytes } else { lanes.shifted_down(bytes, 4) }, 15)
@@ -101,25 +101,25 @@ impl IntegerTile for Q4_0 {
 
     #[inline(always)]
     unsafe fn scale<L: Lanes>(lanes: L, block: *const u8, _group: usize, _part: usize) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.halves(block) }
     }
 }
 
-/// [`BlockFormat::Q4K`](crate::BlockFormat): `d`, `dmin`, 12 bytes of scales and least values, 128 bytes of which each has a weight
-/// in its low half, and one 32 further on in its high one.
+/// [`BlockFormat::Q4K`](crate::BlockFormat): `d`, `dmin`, 12 bytes of scales and minimums, 128
+/// bytes of nibbles. Weights in the low and high half of a byte are 32 apart.
 pub(super) struct Q4K;
 
 impl Q4K {
     const SCALES_AT: usize = of_tile(4);
     const WEIGHTS_AT: usize = of_tile(16);
 
-    /// Scales (`which` 0) or least values (4) of a group, as numbers: the upper bits of the later ones are on top of the
-    /// earlier ones.
+    /// The scales (`which` 0) or minimums (`which` 4) of a group. The upper bits of groups 4 to 7
+    /// are on top of groups 0 to 3.
     #[inline(always)]
     unsafe fn numbers<L: Lanes>(lanes: L, block: *const u8, group: usize, which: usize) -> L::Floats {
         let mut own = [0u8; TILE];
-        // SAFETY: the caller's: 12 units of a byte each.
+        // SAFETY: guaranteed by the caller: 12 units of one byte per row.
         unsafe {
             let unit = |at: usize| block.add(Self::SCALES_AT + of_tile(at)).cast::<[u8; TILE]>().read_unaligned();
             if group < 4 {
@@ -147,7 +147,7 @@ impl IntegerTile for Q4K {
 
     #[inline(always)]
     unsafe fn four<L: Lanes>(lanes: L, block: *const u8, group: usize, fours: usize) -> L::Bytes {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let bytes = lanes.bytes(block.add(Self::WEIGHTS_AT + of_tile(GROUP * (group / 2) + FOUR * fours)));
             lanes.and(lanes.shifted_down(bytes, (group % 2 * 4) as u32), 15)
@@ -156,19 +156,20 @@ impl IntegerTile for Q4K {
 
     #[inline(always)]
     unsafe fn scale<L: Lanes>(lanes: L, block: *const u8, group: usize, _part: usize) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.mul(lanes.halves(block), Self::numbers(lanes, block, group, 0)) }
     }
 
     #[inline(always)]
     unsafe fn least<L: Lanes>(lanes: L, block: *const u8, group: usize) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { lanes.mul(lanes.halves(block.add(of_tile(2))), Self::numbers(lanes, block, group, 4)) }
     }
 }
 
-/// [`BlockFormat::Q6K`](crate::BlockFormat): the low four bits of weights in 128 bytes, in their halves those of weights 64 apart, the
-/// upper two in 64 bytes, with those of weights 32 apart; 16 signed scales, `d`.
+/// [`BlockFormat::Q6K`](crate::BlockFormat): the low four bits of weights in 128 bytes, the upper
+/// two in 64 bytes, 16 signed scales, `d`. Weights in a byte are 64 apart in the low bits, and 32
+/// apart in the upper ones.
 pub(super) struct Q6K;
 
 impl Q6K {
@@ -186,7 +187,7 @@ impl IntegerTile for Q6K {
     #[inline(always)]
     unsafe fn four<L: Lanes>(lanes: L, block: *const u8, group: usize, fours: usize) -> L::Bytes {
         let (half, part) = (group / 4, group % 4);
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let low = lanes.bytes(block.add(of_tile(64 * half + GROUP * (part % 2) + FOUR * fours)));
             let low = lanes.and(lanes.shifted_down(low, (part / 2 * 4) as u32), 15);
@@ -198,7 +199,7 @@ impl IntegerTile for Q6K {
 
     #[inline(always)]
     unsafe fn scale<L: Lanes>(lanes: L, block: *const u8, group: usize, part: usize) -> L::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let scale = lanes.signed(block.add(Self::SCALES_AT + of_tile(2 * group + part)));
             lanes.mul(lanes.halves(block.add(Self::D_AT)), lanes.converted(scale))
@@ -206,18 +207,19 @@ impl IntegerTile for Q6K {
     }
 }
 
-/// Bytes of a group of a row in a panel, which has group after group: of each the bytes of all rows, their scales, for each scale of
-/// the weights the sums of bytes times what the offset takes away, and the sums times the scale.
+/// Bytes per group and row of a panel. A panel stores group after group: the bytes of all rows;
+/// their scales; for each scale of the weights, the sum of the bytes times the negative offset;
+/// and, if weights have a minimum, the scaled sum.
 pub(super) const fn panel_bytes(scales: usize, least: bool) -> usize {
     GROUP + 4 + 4 * scales + if least { 4 } else { 0 }
 }
 
-/// Where the numbers behind a group's bytes begin.
+/// Offset of the scales, after a group's bytes.
 const fn scale_at(rows: usize) -> usize {
     rows * GROUP
 }
 
-/// Stores rows of inputs, `[rows, d_input]`, as a panel of `panel_rows`, of which those behind them are zeros.
+/// Quantizes rows of inputs, `[rows, d_input]`, to a panel of `panel_rows` rows, padded with zeros.
 #[inline(always)]
 pub(super) fn fill_panel<F: IntegerTile>(x: &[f32], d_input: usize, panel_rows: usize, panel: &mut [u8]) {
     let each = panel_rows * panel_bytes(F::SCALES, F::LEAST);
@@ -231,7 +233,7 @@ pub(super) fn fill_panel<F: IntegerTile>(x: &[f32], d_input: usize, panel_rows: 
                 sum += value * 0.0;
             }
             let (scale, inverse) = (largest / 127.0, if largest > 0.0 { 127.0 / largest } else { 0.0 });
-            // A number that is none makes the whole group such, as an infinite one does.
+            // NaN or infinity makes the whole group NaN.
             let scale = scale + sum;
             let mut own = [0i8; GROUP];
             for (own, value) in own.iter_mut().zip(x) {
@@ -256,11 +258,11 @@ pub(super) fn fill_panel<F: IntegerTile>(x: &[f32], d_input: usize, panel_rows: 
     }
 }
 
-/// The products of a tile's rows with those of a panel, `[ROWS, 16]` at `out`.
+/// The products of a tile's rows with a panel, `[ROWS, 16]`, stored at `out`.
 ///
 /// # Safety
-/// The processor has the instructions of `L`, a tile of `blocks` blocks is at `tile`, the panel has as many groups of `ROWS` rows, and
-/// there is room at `out`.
+/// The processor must have the instructions of `L`. At `tile` must be a tile of `blocks` blocks.
+/// The panel must have as many groups of `ROWS` rows. `out` must have room for the result.
 #[inline(always)]
 pub(super) unsafe fn product<L: Lanes, F: IntegerTile, const ROWS: usize>(
     lanes: L,
@@ -270,7 +272,7 @@ pub(super) unsafe fn product<L: Lanes, F: IntegerTile, const ROWS: usize>(
     out: *mut f32,
 ) {
     let each = ROWS * panel_bytes(F::SCALES, F::LEAST);
-    // SAFETY: the caller's: nothing is read but what the panel and the tile have.
+    // SAFETY: guaranteed by the caller: this reads only the panel and the tile.
     unsafe {
         let mut sums = [lanes.floats(0.0); ROWS];
         for block in 0..blocks {
@@ -280,7 +282,7 @@ pub(super) unsafe fn product<L: Lanes, F: IntegerTile, const ROWS: usize>(
                 add_group::<L, F, ROWS>(lanes, own, 0, panel, &mut sums);
                 continue;
             }
-            // So that shifts are by constants.
+            // Unrolled, so that shifts are by constants.
             for group in (0..F::GROUPS).step_by(TOGETHER) {
                 let panel = |at: usize| panel.add((group + at) * each);
                 add_group::<L, F, ROWS>(lanes, own, group, panel(0), &mut sums);
@@ -295,10 +297,10 @@ pub(super) unsafe fn product<L: Lanes, F: IntegerTile, const ROWS: usize>(
     }
 }
 
-/// Adds the products of a group of a block with those of a panel.
+/// Adds the products of a group of a block with a panel.
 ///
 /// # Safety
-/// As for [`product`]: the block is at `block`, and the group's inputs are at `panel`.
+/// As for [`product`], with the block at `block` and the group's inputs at `panel`.
 #[inline(always)]
 unsafe fn add_group<L: Lanes, F: IntegerTile, const ROWS: usize>(
     lanes: L,
@@ -307,7 +309,7 @@ unsafe fn add_group<L: Lanes, F: IntegerTile, const ROWS: usize>(
     panel: *const u8,
     sums: &mut [L::Floats; ROWS],
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let rest = panel.add(scale_at(ROWS));
         let number = |at: usize, row: usize| rest.add(4 * (at * ROWS + row));

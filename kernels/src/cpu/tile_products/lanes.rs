@@ -1,11 +1,12 @@
-//! What the kernels compute with: vectors of sixteen lanes, a row of a tile in each.
+//! Vectors of sixteen lanes, one per row of a tile.
 
-/// The instructions of a processor. Floats are multiplied and added in two steps where integers are summed, so that every
-/// processor has the same results bit for bit; sums of floats are as exact as its instructions are.
+/// The instructions of a processor. After an integer sum, floats are multiplied and added in two
+/// steps, so that results are bit for bit the same on every processor. Sums of floats use fused
+/// multiply-add if the processor has it.
 ///
 /// # Safety
-/// Of all methods: the processor has the instructions, and pointers lead to as much as is read or written, however it is
-/// aligned.
+/// For all methods: the processor must have the instructions, and pointers must be valid for the
+/// bytes that are read or written, with any alignment.
 pub(super) trait Lanes: Copy {
     /// Four bytes in each lane.
     type Bytes: Copy;
@@ -14,38 +15,39 @@ pub(super) trait Lanes: Copy {
     /// An f32 in each lane.
     type Floats: Copy;
 
-    /// Rows of inputs that are worked on together.
+    /// Maximum rows of a panel.
     const ROWS: usize;
 
     /// 64 bytes.
     unsafe fn bytes(self, at: *const u8) -> Self::Bytes;
-    /// The bits of each byte that a mask has.
+    /// `a & mask`, for each byte.
     unsafe fn and(self, a: Self::Bytes, mask: u8) -> Self::Bytes;
-    /// Each byte with the bits of a mask turned over.
+    /// `a ^ mask`, for each byte.
     unsafe fn xor(self, a: Self::Bytes, mask: u8) -> Self::Bytes;
-    /// The bits that either has.
+    /// `a | b`.
     unsafe fn or(self, a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
-    /// Pairs of bytes, as one number, shifted down: the upper bits of the lower byte come from the upper one.
+    /// Shifts 16-bit elements right: bits of a pair's upper byte move into its lower byte.
     unsafe fn shifted_down(self, a: Self::Bytes, bits: u32) -> Self::Bytes;
-    /// Pairs of bytes shifted up.
+    /// Shifts 16-bit elements left.
     unsafe fn shifted_up(self, a: Self::Bytes, bits: u32) -> Self::Bytes;
-    /// `sum` and the products of each lane's unsigned bytes with the same four signed ones, which are none of them -128.
+    /// Adds to each lane of `sum` the dot product of the lane's four unsigned bytes with the four
+    /// signed bytes of `four`, none of which is -128.
     unsafe fn dot(self, sum: Self::Ints, bytes: Self::Bytes, four: i32) -> Self::Ints;
 
-    /// The same number in each lane.
+    /// The same integer in each lane.
     unsafe fn ints(self, value: i32) -> Self::Ints;
-    /// 16 bytes, one in each lane.
+    /// 16 unsigned bytes, one per lane.
     unsafe fn unsigned(self, at: *const u8) -> Self::Ints;
-    /// 16 signed bytes.
+    /// 16 signed bytes, one per lane.
     unsafe fn signed(self, at: *const u8) -> Self::Ints;
-    /// As floats.
+    /// Converts integers to floats.
     unsafe fn converted(self, a: Self::Ints) -> Self::Floats;
 
-    /// The same number in each lane.
+    /// The same float in each lane.
     unsafe fn floats(self, value: f32) -> Self::Floats;
-    /// 16 numbers of f16.
+    /// 16 values of f16.
     unsafe fn halves(self, at: *const u8) -> Self::Floats;
-    /// 16 numbers of bf16.
+    /// 16 values of bf16.
     unsafe fn brains(self, at: *const u8) -> Self::Floats;
     /// Sums.
     unsafe fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
@@ -53,13 +55,13 @@ pub(super) trait Lanes: Copy {
     unsafe fn sub(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Products.
     unsafe fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// `a * b + c`, rounded once where the processor does that.
+    /// `a * b + c`, rounded once if the processor has such an instruction.
     unsafe fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Writes 16 numbers.
+    /// Stores 16 floats.
     unsafe fn store(self, a: Self::Floats, at: *mut f32);
 }
 
-/// Arrays, of which the compiler makes vectors as it can: for any processor.
+/// Arrays, which the compiler vectorises for any processor.
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
 
@@ -74,7 +76,7 @@ impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn bytes(self, at: *const u8) -> Self::Bytes {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { at.cast::<[u8; 64]>().read_unaligned() }
     }
     #[inline(always)]
@@ -111,12 +113,12 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn unsigned(self, at: *const u8) -> Self::Ints {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { at.cast::<[u8; 16]>().read_unaligned() }.map(i32::from)
     }
     #[inline(always)]
     unsafe fn signed(self, at: *const u8) -> Self::Ints {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { at.cast::<[i8; 16]>().read_unaligned() }.map(i32::from)
     }
     #[inline(always)]
@@ -129,12 +131,12 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn halves(self, at: *const u8) -> Self::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { at.cast::<[u16; 16]>().read_unaligned() }.map(|bits| half::f16::from_bits(bits).to_f32())
     }
     #[inline(always)]
     unsafe fn brains(self, at: *const u8) -> Self::Floats {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { at.cast::<[u16; 16]>().read_unaligned() }.map(|bits| f32::from_bits(u32::from(bits) << 16))
     }
     #[inline(always)]
@@ -155,7 +157,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn store(self, a: Self::Floats, at: *mut f32) {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { at.cast::<Array<f32>>().write_unaligned(a) }
     }
 }

@@ -1,12 +1,13 @@
-//! Products with matrices in [tiles](crate::quant::tiles), by the instructions that the processor has.
+//! Products with matrices in [tiles](crate::quant::tiles), with the best instructions of the
+//! processor.
 //!
 //! ```text
 //! out[rows, 16]  =  panel [rows, d_input]  *  tile [16, d_input]^T
 //! ```
 //!
-//! A row of a tile has its own lane, so that its products are summed there. Rows of inputs are laid
-//! out as panels of a few, once for all tiles: as bytes with a scale for each 32 of them where
-//! weights are integers ([`integers`]), as they are where weights are floats ([`floats`]).
+//! Each row of a tile has a vector lane, in which its products are summed. Rows of inputs are
+//! packed into panels of a few rows, once for all tiles: as bytes with a scale per 32 for integer
+//! weights ([`integers`]), unchanged for float weights ([`floats`]).
 
 mod floats;
 mod integers;
@@ -27,10 +28,10 @@ use crate::quant::Format;
 use crate::quant::blocks::BlockFormat;
 use crate::quant::tiles::TILE;
 
-/// Instructions that there are kernels for.
+/// Instruction sets that have kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Instructions {
-    /// Whatever the compiler makes of arrays.
+    /// Arrays, vectorised by the compiler.
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -69,7 +70,7 @@ impl Instructions {
         *BEST.get_or_init(|| Self::available().into_iter().last().unwrap_or(Self::Portable))
     }
 
-    /// As messages call them.
+    /// Its name in messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
@@ -84,7 +85,7 @@ impl Instructions {
         }
     }
 
-    /// Rows of a panel for so many that are left.
+    /// Rows of the next panel, if `left` rows are left.
     fn panel_rows(self, left: usize) -> usize {
         let most = match self {
             #[cfg(target_arch = "x86_64")]
@@ -102,7 +103,7 @@ impl Instructions {
     fn run<J: Job>(self, job: J) {
         match self {
             Self::Portable => job.run(Portable),
-            // SAFETY: there are such instructions only where the processor has them, by `available`.
+            // SAFETY: `available` has found these instructions.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { with_avx2(job) },
             // SAFETY: as above.
@@ -117,10 +118,10 @@ impl Instructions {
     }
 }
 
-/// Rows of a panel of few.
+/// Rows of a small panel.
 const FEW: usize = 4;
 
-/// What is done with some instructions; all that it calls is inlined.
+/// Work that is generic over instructions. Everything that it calls is inlined.
 trait Job {
     fn run<L: Lanes>(self, lanes: L);
 }
@@ -176,7 +177,7 @@ macro_rules! with_tile {
     };
 }
 
-/// Rows of inputs as the kernels of a format read them.
+/// Rows of inputs as the format's kernel reads them.
 pub(crate) struct Packed {
     instructions: Instructions,
     format: Format,
@@ -185,7 +186,7 @@ pub(crate) struct Packed {
     values: Vec<f32>,
 }
 
-/// Where a panel begins, its rows and what it is filled up to.
+/// A panel: its first row, its rows, its rows with padding, and its start in `values`.
 struct Panel {
     first: usize,
     rows: usize,
@@ -194,19 +195,19 @@ struct Panel {
 }
 
 fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
-    // SAFETY: an f32 is four bytes, any of which make one, and bytes are aligned anywhere.
+    // SAFETY: an f32 is four bytes of any value, and bytes have no alignment.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), std::mem::size_of_val(values)) }
 }
 
 impl Packed {
-    /// Lays out `x`, `[rows, d_input]`.
+    /// Packs `x`, `[rows, d_input]`.
     pub(crate) fn new(format: Format, x: &[f32], d_input: usize) -> Self {
         Self::with(Instructions::best(), format, x, d_input)
     }
 
     fn with(instructions: Instructions, format: Format, x: &[f32], d_input: usize) -> Self {
         let rows = x.len() / d_input;
-        // In f32, of a row.
+        // f32 elements per row.
         let size = with_tile!(format,
             integers F => d_input / integers::GROUP * integers::panel_bytes(F::SCALES, F::LEAST) / 4,
             floats _F => d_input
@@ -238,10 +239,11 @@ impl Packed {
         Self { instructions, format, d_input, panels, values }
     }
 
-    /// Writes the products of all rows with those of whole tiles, the first `columns` of them, to `out`, whose rows are `stride` apart.
+    /// Multiplies all rows with tiles, and stores the first `columns` columns at `out`, whose rows
+    /// are `stride` apart.
     ///
     /// # Safety
-    /// There is room for `[rows, columns]` at `out`, which nothing else touches meanwhile.
+    /// `out` must have room for `[rows, columns]`, and nothing else may access it meanwhile.
     pub(crate) unsafe fn multiply(&self, tiles: &[i32], columns: usize, out: *mut f32, stride: usize) {
         let tile_words = tiles.len() / columns.div_ceil(TILE);
         self.instructions.run(Multiply { packed: self, tiles, tile_words, columns, out, stride });
@@ -304,7 +306,7 @@ impl Job for Multiply<'_> {
     }
 }
 
-/// Tiles of floats whose products are summed at once.
+/// Tiles of floats that are multiplied together.
 const TOGETHER: usize = 2;
 
 impl Multiply<'_> {
@@ -314,8 +316,8 @@ impl Multiply<'_> {
         let inputs = self.packed.values[panel.begin..].as_ptr();
         let mut own = [[0.0f32; TILE]; ROWS];
         for (at, tile) in self.tiles.chunks_exact(self.tile_words).enumerate() {
-            // SAFETY: `run` was called with the processor's own instructions, and saw that a tile has all blocks; a panel is
-            // as long as its rows' inputs take.
+            // SAFETY: `run` was called with the processor's own instructions and checked that a
+            // tile has all blocks. A panel has the length that its rows need.
             unsafe {
                 let out = own.as_mut_ptr().cast();
                 integers::product::<L, F, ROWS>(lanes, tile.as_ptr().cast(), blocks, inputs.cast(), out);
@@ -345,13 +347,13 @@ impl Multiply<'_> {
         }
     }
 
-    /// Writes the results of a tile where they belong.
+    /// Copies the result of a tile to the destination.
     #[inline(always)]
     fn put<const ROWS: usize>(&self, panel: &Panel, tile: usize, own: &[[f32; TILE]; ROWS]) {
         let first = tile * TILE;
         let width = TILE.min(self.columns - first);
         for (row, own) in own.iter().take(panel.rows).enumerate() {
-            // SAFETY: `multiply`'s caller has room for these columns of these rows.
+            // SAFETY: the caller of `multiply` guarantees room for these columns of these rows.
             unsafe {
                 let at = self.out.add((panel.first + row) * self.stride + first);
                 at.copy_from_nonoverlapping(own.as_ptr(), width);
@@ -376,7 +378,7 @@ mod tests {
         Format::Bf16,
     ];
 
-    /// Two tiles of any bits, but for scales of order one, row after row and as tiles.
+    /// Two tiles of random bits with scales of order one, row-major and as tiles.
     fn tiles(format: Format, d_input: usize) -> (Vec<i32>, Vec<i32>, usize) {
         let words_each = format.layout(d_input).expect("rows of whole blocks").words;
         let key = RandomKey::new(d_input as u64);
@@ -389,7 +391,7 @@ mod tests {
             _ => (2, &[0]),
         };
         for (row, words) in words.chunks_exact_mut(words_each).enumerate() {
-            // SAFETY: words are bytes.
+            // SAFETY: as for `bytes_mut`.
             let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), 4 * words.len()) };
             for (at, block) in bytes.chunks_exact_mut(halves.0).enumerate() {
                 for half in halves.1 {
@@ -420,7 +422,7 @@ mod tests {
         const COLUMNS: usize = 2 * TILE - 3;
         let mut out = vec![f32::NAN; x.len() / d_input * COLUMNS];
         let packed = Packed::with(instructions, format, x, d_input);
-        // SAFETY: there is room for all rows of so many columns.
+        // SAFETY: `out` has room for all rows of `COLUMNS` columns.
         unsafe { packed.multiply(tiles, COLUMNS, out.as_mut_ptr(), COLUMNS) };
         out
     }
@@ -445,7 +447,8 @@ mod tests {
                     let pairs = || x.iter().zip(&weights).map(|(x, w)| f64::from(*x) * f64::from(*w));
                     let (exact, size) = (pairs().sum::<f64>(), pairs().map(|x| x * x).sum::<f64>().sqrt());
                     let bound = if format.rounds_inputs() {
-                        // Half a step of each input, a 127th of the largest of its 32, the signs of which are at random.
+                        // Each input is off by up to half a step, 1/127 of the largest of its 32,
+                        // with random sign.
                         let step = |(x, w): (&[f32], &[f32])| {
                             let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
                             w.iter().map(|w| f64::from(w * largest / 254.0).powi(2)).sum::<f64>()

@@ -1,4 +1,4 @@
-//! The instructions of 64-bit ARM: NEON, which every such processor has.
+//! NEON, which every 64-bit ARM processor has.
 
 #![allow(unused_unsafe, reason = "most instructions are safe where the architecture has them, and some are not")]
 
@@ -23,8 +23,8 @@ fn pairs<A: Copy, B: Copy, R>(a: Four<A>, b: Four<B>, f: impl Fn(A, B) -> R) -> 
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-// SAFETY: of all methods below, NEON is part of the architecture, and the trait's caller sees to it that pointers lead to what is
-// read; loads and stores are those that need no alignment.
+// SAFETY: for all methods below, NEON is part of the architecture, and the trait's caller
+// guarantees that pointers are valid. Loads and stores are unaligned.
 impl Lanes for Neon {
     type Bytes = Four<uint8x16_t>;
     type Ints = Four<int32x4_t>;
@@ -64,7 +64,7 @@ impl Lanes for Neon {
     }
     #[inline(always)]
     unsafe fn dot(self, sum: Self::Ints, bytes: Self::Bytes, four: i32) -> Self::Ints {
-        // Unsigned and signed bytes as numbers of 16 bits: four products of each lane, summed by pairs twice.
+        // Multiply bytes to 16-bit products, four per lane, and add neighbours twice.
         pairs(sum, bytes, |sum, bytes| unsafe {
             let inputs = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
             let wide = |half: uint8x8_t| vreinterpretq_s16_u16(vmovl_u8(half));
@@ -110,7 +110,7 @@ impl Lanes for Neon {
     }
     #[inline(always)]
     unsafe fn halves(self, at: *const u8) -> Self::Floats {
-        // SAFETY: the caller's: there are 32 bytes.
+        // SAFETY: guaranteed by the caller: there are 32 bytes.
         let bits = unsafe { at.cast::<[u16; 16]>().read_unaligned() };
         let values = bits.map(|bits| half::f16::from_bits(bits).to_f32());
         std::array::from_fn(|i| unsafe { vld1q_f32(values.as_ptr().add(4 * i)) })

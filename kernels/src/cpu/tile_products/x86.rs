@@ -1,4 +1,4 @@
-//! The instructions of x86: AVX-512 with VNNI, and AVX2 with or without its VNNI.
+//! x86: AVX-512 with VNNI, and AVX2 with or without AVX-VNNI.
 
 use std::arch::x86_64::*;
 
@@ -8,8 +8,8 @@ use super::lanes::Lanes;
 #[derive(Clone, Copy)]
 pub(super) struct Avx512;
 
-// SAFETY: of all methods below, the trait's caller sees to it that the processor has the instructions, and that pointers lead
-// to what is read; loads and stores are those that need no alignment.
+// SAFETY: for all methods below, the trait's caller guarantees that the processor has the
+// instructions and that pointers are valid. Loads and stores are unaligned.
 impl Lanes for Avx512 {
     type Bytes = __m512i;
     type Ints = __m512i;
@@ -159,7 +159,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
                     _mm256_dpbusd_avx_epi32(sum[1], bytes[1], four),
                 ];
             }
-            // Pairs of products of whole bytes do not fit 16 bits: those of even and of odd bytes are summed apart.
+            // Pairs of products of bytes do not fit 16 bits: even and odd bytes are summed
+            // separately.
             let even = _mm256_set1_epi16(0xff);
             let four_even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8);
             let four_odd = _mm256_srai_epi16(four, 8);

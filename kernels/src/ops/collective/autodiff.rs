@@ -1,4 +1,4 @@
-//! Gradients are exchanged outside of the graph.
+//! Collectives are not differentiable: gradients are exchanged after the backward pass.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

@@ -1,4 +1,4 @@
-//! On the CPU, through the memory of the hosts.
+//! Collectives on the CPU, through host memory.
 
 use burn_ndarray::NdArray;
 

@@ -1,4 +1,4 @@
-//! In CubeCL: through NCCL on CUDA, else through the memory of the hosts.
+//! Collectives in CubeCL: through NCCL on CUDA, otherwise through host memory.
 
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
@@ -50,8 +50,8 @@ where
     }
 }
 
-/// What NCCL makes of tensors, each of a length that follows from its own and the number of ranks; where there is no NCCL the
-/// reference.
+/// Runs `operation` through NCCL, or `reference` without a communicator. `length` maps a tensor's
+/// length and the number of ranks to the length of its result.
 #[cfg(feature = "cuda")]
 fn exchanged<R, F, I, BT>(
     operands: Exchange<CubeBackend<R, F, I, BT>>,

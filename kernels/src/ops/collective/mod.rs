@@ -1,4 +1,4 @@
-//! Exchange between the ranks of a run: processes that work together, a device each.
+//! Collective operations between the ranks of a run: all-reduce, reduce-scatter and all-gather.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -20,30 +20,30 @@ use crate::recorder::{self, Call};
 #[cfg(feature = "cuda")]
 use nccl::Communicator;
 
-/// Which of the processes that work together one is.
+/// The rank of a process, and the world size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rank {
-    /// Counted from zero.
+    /// Rank, counted from zero.
     pub rank: usize,
-    /// How many there are.
+    /// World size: the number of ranks.
     pub ranks: usize,
 }
 
 impl Rank {
-    /// The only one.
+    /// The only rank of a run.
     pub const ONLY: Self = Self { rank: 0, ranks: 1 };
 }
 
-/// Moves bytes between ranks through the memory of their hosts.
+/// Exchanges bytes between ranks through host memory.
 pub trait HostExchange: Send + Sync + std::fmt::Debug {
-    /// Gives rank 0 what every rank `sends`, in the order of the ranks, and gives each rank its part of what rank 0 makes of
-    /// that with `answer`, which has one part for each rank. All ranks call it, in the same order.
+    /// Gathers `sends` of every rank on rank 0, in rank order. There `answer` computes one part per
+    /// rank, and each rank gets its own. All ranks must call this in the same order.
     ///
-    /// Where a rank is gone this does not return: the process ends, as the sums that others wait for cannot be had.
+    /// If a rank has died, this does not return: the process ends.
     fn round(&self, sends: Vec<u8>, answer: &mut dyn FnMut(Vec<Vec<u8>>) -> Vec<Vec<u8>>) -> Vec<u8>;
 }
 
-/// What the ranks of a run exchange tensors through.
+/// The communicator of a run's ranks.
 #[derive(Clone, Debug)]
 pub struct Collective {
     rank: Rank,
@@ -52,32 +52,33 @@ pub struct Collective {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Body {
-    /// There is nobody else.
+    /// A single rank.
     Only,
-    /// Rank 0 computes with what the others send, in the order of the ranks: sums have the same bits on every rank.
+    /// Rank 0 computes with what the others send, in rank order: sums have the same bits on every
+    /// rank.
     Host(Arc<dyn HostExchange>),
-    /// NVIDIA's library, from device to device.
+    /// NCCL, from device to device.
     #[cfg(feature = "cuda")]
     Nccl(Arc<Communicator>),
 }
 
 impl Collective {
-    /// Of one rank.
+    /// The communicator of a single rank.
     pub fn only() -> Self {
         Self { rank: Rank::ONLY, body: Body::Only }
     }
 
-    /// Through the memory of the hosts: on any backend, and slow.
+    /// Exchanges through host memory: slow, but on any backend.
     pub fn through_host(rank: Rank, exchange: Arc<dyn HostExchange>) -> Self {
         let body = if rank.ranks == 1 { Body::Only } else { Body::Host(exchange) };
         Self { rank, body }
     }
 
-    /// As a backend does it best on `device`: through NCCL on CUDA, which it sets up by `exchange`, and else through the
-    /// memory of the hosts. All ranks call it.
+    /// The fastest exchange that the backend has on `device`: NCCL on CUDA, otherwise host memory.
+    /// NCCL is set up through `exchange`. All ranks must call this.
     ///
     /// # Errors
-    /// If NCCL is missing or fails, with what to do about it.
+    /// If NCCL is missing or fails; the message says what to do.
     pub fn best<B: CollectiveOps>(
         rank: Rank,
         exchange: Arc<dyn HostExchange>,
@@ -94,12 +95,12 @@ impl Collective {
         Self { rank, body: Body::Nccl(communicator) }
     }
 
-    /// Which rank this is.
+    /// This process's rank.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// What went wrong since the exchange began, if something did. It may be asked on any thread, at any time.
+    /// The first failure since the communicator was created. Any thread may call this at any time.
     pub fn fault(&self) -> Option<String> {
         match &self.body {
             #[cfg(feature = "cuda")]
@@ -108,7 +109,8 @@ impl Collective {
         }
     }
 
-    /// Ends what is under way, so that a device does not wait for a rank that is gone. Results are of no use from then on.
+    /// Aborts running collectives, so that a device does not wait for a dead rank. Later results
+    /// are invalid.
     pub fn abort(&self) {
         #[cfg(feature = "cuda")]
         if let Body::Nccl(communicator) = &self.body {
@@ -117,16 +119,17 @@ impl Collective {
     }
 }
 
-/// What an exchange works on: this rank's tensors, as many on every rank, each of the length and dtype that it has there.
+/// Operands of a collective: this rank's tensors. Every rank passes as many, with the same lengths
+/// and dtype.
 #[derive(Clone, Debug)]
 pub struct Exchange<B: Backend> {
-    /// Of this rank.
+    /// This rank's tensors.
     pub tensors: Vec<Tensor<B, 1>>,
-    /// Who exchanges them.
+    /// The communicator.
     pub collective: Collective,
-    /// The operation, for its messages.
+    /// Name of the operation, for messages.
     op: &'static str,
-    /// What the tensors' lengths are multiples of.
+    /// Every length must be a multiple of this.
     multiple: usize,
 }
 
@@ -134,26 +137,26 @@ impl<B: Backend> Operands for Exchange<B> {
     fn check(&self) {
         let Self { tensors, collective, op, multiple } = self;
         let Rank { rank, ranks } = collective.rank;
-        assert!(rank < ranks, "{op}: there is no rank {rank} of {ranks}");
+        assert!(rank < ranks, "{op}: rank {rank} is not below the world size {ranks}");
         let dtype = tensors.first().map(Tensor::dtype);
         for tensor in tensors {
             part(op, "a tensor", tensor).float();
             let ([length], own) = (tensor.dims(), tensor.dtype());
             assert!(
                 length.is_multiple_of(*multiple),
-                "{op}: {length} elements are not to be shared by {multiple} ranks"
+                "{op}: {length} elements do not divide evenly among {multiple} ranks"
             );
-            assert!(Some(own) == dtype, "{op}: a tensor is {own:?}, and others {dtype:?}");
+            assert!(Some(own) == dtype, "{op}: tensors have dtypes {own:?} and {dtype:?}");
         }
     }
 }
 
-/// Exchange between ranks on a backend.
+/// Collectives of a backend.
 pub trait CollectiveOps: Backend {
     /// Body of [`Collective::best`].
     ///
     /// # Errors
-    /// If there is no way between the devices, with what to do about it.
+    /// If the devices cannot exchange tensors; the message says what to do.
     fn collective(rank: Rank, exchange: Arc<dyn HostExchange>, _device: &Self::Device) -> Result<Collective, String> {
         Ok(Collective::through_host(rank, exchange))
     }
@@ -174,29 +177,31 @@ pub trait CollectiveOps: Backend {
     }
 }
 
-/// The sums over all ranks of each of `tensors`, the same on every rank. Of one rank these are the
-/// tensors as they are.
+/// All-reduce: the sum of each of `tensors` over all ranks, the same on every rank. With one rank,
+/// tensors are returned unchanged.
 ///
-/// All are of one dtype, f32, f16 or bf16, in which NCCL adds them; through hosts they are added in f32.
+/// All tensors have one dtype: f32, f16 or bf16. NCCL sums in that dtype; the exchange through
+/// hosts sums in f32.
 ///
 /// # Panics
-/// If a tensor is empty, they are of several dtypes, or the rank does not exist.
+/// If a tensor is empty, dtypes differ, or the rank is not below the world size.
 pub fn all_reduce<B: CollectiveOps>(tensors: Vec<Tensor<B, 1>>, collective: &Collective) -> Vec<Tensor<B, 1>> {
     let _op = recorder::op("all_reduce", || read(&tensors));
     call!(B: CollectiveOps::all_reduce(exchange("all_reduce", tensors, collective, 1)))
 }
 
-/// This rank's part of the sums over all ranks: of tensors `[ranks * n]` the elements from `rank * n` to `(rank + 1) * n`.
+/// Reduce-scatter: of tensors `[ranks * n]`, elements `rank * n` to `(rank + 1) * n` of the sums
+/// over all ranks.
 ///
 /// # Panics
-/// As [`all_reduce`], and if a length is no multiple of the number of ranks.
+/// As [`all_reduce`], and if a length is not a multiple of the number of ranks.
 pub fn reduce_scatter<B: CollectiveOps>(tensors: Vec<Tensor<B, 1>>, collective: &Collective) -> Vec<Tensor<B, 1>> {
     let ranks = collective.rank.ranks;
     let _op = recorder::op("reduce_scatter", || read(&tensors));
     call!(B: CollectiveOps::reduce_scatter(exchange("reduce_scatter", tensors, collective, ranks)))
 }
 
-/// The tensors of all ranks one behind the other: of tensors `[n]` the wholes `[ranks * n]`, the same on every rank.
+/// All-gather: concatenates the tensors `[n]` of all ranks, in rank order, to `[ranks * n]`.
 ///
 /// # Panics
 /// As [`all_reduce`].

@@ -1,9 +1,15 @@
-//! NVIDIA's library for exchange between GPUs, NCCL, on a stream of its own beside CubeCL's.
+//! NCCL, on a stream of its own, next to CubeCL's.
 //!
-//! It is loaded when several ranks first need it. CubeCL makes its driver calls on a thread of its own for each device, which runs
-//! closures in the order in which a user's thread queues them, and does not tell its stream. So an exchange is queued as a closure,
-//! too: there an event of the context holds all that was launched before, NCCL's stream waits for it, and all that is launched
-//! afterwards waits for an event behind the exchange. The host waits for nothing.
+//! The library is loaded when several ranks first need it. CubeCL does not expose its stream: a
+//! thread per device makes the driver calls and runs queued closures in order. A collective is
+//! therefore queued as a closure, too. The closure
+//!
+//! 1. records an event of the context after everything launched before, and lets NCCL's stream wait
+//!    for it;
+//! 2. launches the collective;
+//! 3. records an event after the collective, and lets everything launched later wait for it.
+//!
+//! The host does not wait.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -25,10 +31,10 @@ use cudarc::driver::sys::{self, CUcontext, CUevent, CUresult, CUstream};
 
 use crate::cuda::in_context_of;
 
-/// The first version with bf16.
+/// NCCL 2.10, the first version with bf16.
 const OLDEST: c_int = 21_000;
 const SUCCESS: c_int = 0;
-/// An operation of a communicator that does not block is under way.
+/// A non-blocking communicator has not finished an operation yet.
 const IN_PROGRESS: c_int = 7;
 const SUM: c_int = 0;
 
@@ -42,7 +48,8 @@ struct UniqueId([u8; 128]);
 type Reduces = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, CUstream) -> c_int;
 type Gathers = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, CUstream) -> c_int;
 
-/// The functions of NCCL that are used, and two of the driver that cudarc has for CUDA 12.5 and newer alone.
+/// The functions of NCCL that are used, and two of the driver that cudarc has only for CUDA 12.5
+/// and newer.
 struct Nccl {
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
     init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
@@ -58,7 +65,6 @@ struct Nccl {
     context_waits: unsafe extern "C" fn(CUcontext, CUevent) -> CUresult,
 }
 
-/// What is exchanged.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Operation {
     AllReduce,
@@ -66,23 +72,24 @@ pub(crate) enum Operation {
     AllGather,
 }
 
-/// This rank's end of what the ranks exchange through.
+/// This rank's NCCL communicator.
 pub(crate) struct Communicator {
     nccl: &'static Nccl,
     comm: Comm,
     stream: CUstream,
-    /// Behind what was launched before an exchange, and behind the exchange.
+    /// Recorded before and after a collective.
     ready: CUevent,
     done: CUevent,
     context: CUcontext,
     device: usize,
     aborted: AtomicBool,
-    /// What a call told first.
+    /// The first error of a call.
     fault: Mutex<Option<String>>,
 }
 
-// SAFETY: the driver's handles may be used on any thread. NCCL's communicator is used by one thread at a time, the device's, but for
-// `ncclCommGetAsyncError` and `ncclCommAbort`, which are for other threads to call meanwhile.
+// SAFETY: the driver's handles may be used on any thread. Only the device's thread uses the
+// communicator, except for `ncclCommGetAsyncError` and `ncclCommAbort`, which other threads may
+// call concurrently.
 unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
@@ -93,14 +100,14 @@ impl std::fmt::Debug for Communicator {
     }
 }
 
-/// How rank 0 answers to what every rank sent.
+/// Rank 0 maps the messages of all ranks to one answer per rank.
 pub(crate) type Answer<'a> = &'a mut dyn FnMut(Vec<Vec<u8>>) -> Vec<Vec<u8>>;
 
-/// The communicator of the rank `rank` of `ranks`, whose id they tell each other by `round`, through their hosts; none for devices
-/// other than CUDA's. It waits for all ranks.
+/// Creates the communicator of `rank` among `ranks`. The ranks exchange NCCL's id through `round`,
+/// over their hosts. Waits for all ranks. `None` unless `device` is a CUDA device.
 ///
 /// # Errors
-/// If NCCL is missing, or refuses.
+/// If NCCL is missing or fails.
 pub(crate) fn communicator(
     device: &dyn Any,
     rank: usize,
@@ -118,10 +125,11 @@ fn begin(
     round: impl FnOnce(Vec<u8>, Answer<'_>) -> Vec<u8>,
 ) -> Result<Communicator, String> {
     let loaded = nccl();
-    // Every rank takes part in the round, whether it has NCCL or not: else the others would wait for it.
+    // Every rank takes part in the round, even without NCCL: otherwise the others would wait for
+    // it.
     let mut id = UniqueId([0; 128]);
     let made = match (loaded, rank) {
-        // SAFETY: the id is written to a place of ours.
+        // SAFETY: the id is written to a local variable.
         (Ok(nccl), 0) => nccl.check("ncclGetUniqueId", unsafe { (nccl.unique_id)(&mut id) }),
         (Ok(_), _) => Ok(()),
         (Err(reason), _) => Err(reason.clone()),
@@ -134,23 +142,25 @@ fn begin(
     made?;
     let nccl = loaded?;
     if told.first() != Some(&1) {
-        return Err("another rank has no NCCL".into());
+        return Err("NCCL is missing on another rank".into());
     }
     id.0.copy_from_slice(&told[1..]);
     let begun = in_context_of(device, || {
-        // What is made here lives in the device's context, which has to outlive it: CubeCL may not have begun with the device yet.
-        // SAFETY: the device was given out by the driver; the context is kept for as long as the process lives.
+        // NCCL's objects need the device's context, and CubeCL may not have created it yet.
+        // SAFETY: the driver returned the device. The context is retained until the process ends.
         let kept = cudarc::driver::result::device::get(device as i32)
             .and_then(|device| unsafe { cudarc::driver::result::primary_ctx::retain(device) });
         kept.map_err(|error| error.to_string())?;
         let context = cudarc::driver::result::ctx::get_current().map_err(|error| error.to_string())?;
         let context = context.ok_or("the device has no CUDA context")?;
         let (mut comm, mut stream, mut ready, mut done) = (null_mut(), null_mut(), null_mut(), null_mut());
-        // SAFETY: the communicator is written to a place of ours; the device is this thread's.
+        // SAFETY: the communicator is written to a local variable; the context of the device is
+        // current.
         let code = unsafe { (nccl.init_rank)(&mut comm, ranks as c_int, id, rank as c_int) };
         nccl.check("ncclCommInitRank", code)?;
         let (mut low, mut high) = (0, 0);
-        // SAFETY: each call writes to places of ours, in the context of this thread, which lives as long as the process.
+        // SAFETY: each call writes to local variables, in the current context, which is retained
+        // until the process ends.
         unsafe {
             driver("cuCtxGetStreamPriorityRange", sys::cuCtxGetStreamPriorityRange(&mut low, &mut high))?;
             let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -165,7 +175,8 @@ fn begin(
     begun.map_err(|error| error.to_string())?
 }
 
-/// Queues an exchange of `sent`, all of one dtype, into `received`: of the lengths that the operation says.
+/// Queues a collective of `sent`, all of one dtype, into `received`. The operation determines the
+/// lengths.
 pub(crate) fn submit<R: CubeRuntime>(
     communicator: &Arc<Communicator>,
     operation: Operation,
@@ -183,7 +194,8 @@ pub(crate) fn submit<R: CubeRuntime>(
         .iter()
         .zip(received)
         .map(|(from, to)| {
-            // The part of this rank: what is gathered is counted by what each rank sends, what is scattered by what each gets.
+            // NCCL counts elements per rank: the sent ones of an all-gather, the received ones of a
+            // reduce-scatter.
             let count = from.meta.num_elements().min(to.meta.num_elements());
             (binding(from), binding(to), count)
         })
@@ -196,22 +208,23 @@ pub(crate) fn submit<R: CubeRuntime>(
         let resources = parts.into_iter().map(|(from, to, count)| Ok((resource(from)?, resource(to)?, count)));
         let result = resources.collect::<Result<Vec<_>, String>>().and_then(|resources| {
             let pointers = resources.iter().map(|(from, to, count)| (from.resource().ptr, to.resource().ptr, *count));
-            // SAFETY: the buffers hold as many elements as the operation reads and writes, checked when it was asked for; and
-            // they are kept here until what CubeCL launches next waits for the exchange.
+            // SAFETY: the buffers have as many elements as the operation reads and writes, checked
+            // by `Exchange`. They stay allocated until CubeCL's next launch waits for the
+            // collective.
             unsafe { communicator.exchange(operation, pointers, dtype) }
         });
         if let Err(reason) = result {
             communicator.fault.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
         }
     });
-    // Tasks wait until there are many, or somebody reads; the other ranks wait for this one.
+    // The queue would otherwise run only when it is full or read, while other ranks wait.
     queue.flush_queue();
 }
 
 impl Communicator {
     /// # Safety
-    /// The addresses must be of buffers of this device with room for what the operation reads and writes, which nothing else writes
-    /// until what is launched next.
+    /// The addresses must be buffers of this device, large enough for the operation. Nothing else
+    /// may write to them before later launches wait for it.
     unsafe fn exchange(
         &self,
         operation: Operation,
@@ -222,8 +235,8 @@ impl Communicator {
         if self.aborted.load(Ordering::Acquire) {
             return Ok(());
         }
-        // SAFETY: all handles were given out when this was made, and live as long as it does; the context is that of this thread. The
-        // addresses are as the caller says.
+        // SAFETY: all handles are valid as long as `self`, and the context is current on this
+        // thread. The caller guarantees the addresses.
         unsafe {
             driver("cuCtxRecordEvent", (nccl.record_context)(*context, *ready))?;
             driver("cuStreamWaitEvent", sys::cuStreamWaitEvent(*stream, *ready, 0))?;
@@ -243,23 +256,25 @@ impl Communicator {
         }
     }
 
-    /// What NCCL has found wrong, on this thread or on one of its own.
+    /// The first error of a call, or an asynchronous error of NCCL.
     pub(crate) fn fault(&self) -> Option<String> {
         if self.aborted.load(Ordering::Acquire) {
             return None;
         }
         let mut code = SUCCESS;
-        // SAFETY: the communicator lives, and the code is written to a place of ours. It may be called on any thread.
+        // SAFETY: the communicator is valid, and the code is written to a local variable. Any
+        // thread may call this.
         let asked = unsafe { (self.nccl.async_error)(self.comm, &mut code) };
         let wrong = [asked, code].into_iter().find(|code| ![SUCCESS, IN_PROGRESS].contains(code));
         let told = self.fault.lock().unwrap_or_else(PoisonError::into_inner).clone();
         told.or_else(|| wrong.map(|code| self.nccl.message("NCCL", code)))
     }
 
-    /// Ends the kernels of exchanges that are under way.
+    /// Aborts running collectives.
     pub(crate) fn abort(&self) {
         if !self.aborted.swap(true, Ordering::AcqRel) {
-            // SAFETY: the communicator lives, and only one call gets here. It is for other threads than that which exchanges.
+            // SAFETY: the communicator is valid, and only one call gets here. NCCL allows this on
+            // another thread than the one that launches collectives.
             unsafe { (self.nccl.abort)(self.comm) };
         }
     }
@@ -271,12 +286,12 @@ impl Nccl {
     }
 
     fn message(&self, function: &str, code: c_int) -> String {
-        // SAFETY: takes any number, and gives a constant of NCCL's.
+        // SAFETY: accepts any code, and returns a static string.
         let text = unsafe { (self.error_string)(code) };
-        // SAFETY: a constant string, as just told.
+        // SAFETY: a static string, as above.
         let text =
             if text.is_null() { "unknown error".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() };
-        format!("{function}: {text} ({code}); NCCL_DEBUG=WARN tells more")
+        format!("{function}: {text} ({code}); for details set NCCL_DEBUG=WARN")
     }
 }
 
@@ -284,7 +299,7 @@ fn driver(function: &str, result: CUresult) -> Result<(), String> {
     if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{function}: {result:?}")) }
 }
 
-/// NCCL, loaded once and never let go.
+/// NCCL, loaded once and never unloaded.
 fn nccl() -> Result<&'static Nccl, &'static String> {
     static NCCL: OnceLock<Result<Nccl, String>> = OnceLock::new();
     NCCL.get_or_init(load).as_ref()
@@ -299,10 +314,11 @@ fn load() -> Result<Nccl, String> {
     };
     let mut failures = Vec::new();
     for candidate in candidates {
-        // SAFETY: NVIDIA's library has no condition on being loaded.
+        // SAFETY: loading NCCL has no preconditions.
         match unsafe { libloading::Library::new(&candidate) } {
             Ok(library) => return functions(library, &candidate),
-            // That a name is not on the loader's path needs no telling; that a file does not load does.
+            // A name that is not on the loader's path is expected; a file that fails to load is
+            // reported.
             Err(error) if candidate.is_absolute() || named.is_some() => failures.push(error.to_string()),
             Err(_) => {}
         }
@@ -312,7 +328,7 @@ fn load() -> Result<Nccl, String> {
     Err(format!("{tried}: {mend}"))
 }
 
-/// Where Python's packages have it.
+/// `libnccl.so.2` in the installed Python packages.
 fn wheels() -> Vec<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let environments =
@@ -335,28 +351,28 @@ fn wheels() -> Vec<PathBuf> {
 }
 
 fn functions(library: libloading::Library, path: &Path) -> Result<Nccl, String> {
-    // Its threads run until the process ends.
+    // NCCL's threads run until the process ends.
     let library: &'static libloading::Library = Box::leak(Box::new(library));
     let missing = |error: libloading::Error| format!("{}: {error}", path.display());
     let driver = ["libcuda.so.1", "nvcuda.dll"].into_iter().find_map(|name| {
-        // SAFETY: the driver's library has no condition on being loaded, and is in use already.
+        // SAFETY: the driver is already loaded.
         unsafe { libloading::Library::new(name) }.ok()
     });
-    let driver: &'static libloading::Library = Box::leak(Box::new(driver.ok_or("there is no CUDA driver")?));
+    let driver: &'static libloading::Library = Box::leak(Box::new(driver.ok_or("no CUDA driver found")?));
     let old = |_: libloading::Error| "several GPUs need a driver for CUDA 12.5 or newer".to_string();
     macro_rules! function {
         ($name:literal) => {
-            // SAFETY: NCCL exports the function under this name, with the signature that it is used at.
+            // SAFETY: NCCL exports the function under this name with this signature.
             *unsafe { library.get($name) }.map_err(missing)?
         };
         (driver $name:literal) => {
-            // SAFETY: as above, of the driver.
+            // SAFETY: as above, for the driver.
             *unsafe { driver.get($name) }.map_err(old)?
         };
     }
     let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = function!(b"ncclGetVersion\0");
     let mut version = 0;
-    // SAFETY: the version is written to a place of ours.
+    // SAFETY: the version is written to a local variable.
     let code = unsafe { get_version(&mut version) };
     if code != SUCCESS || version < OLDEST {
         return Err(format!("{} is version {version} of NCCL, and 2.10 or newer is needed", path.display()));

@@ -1,4 +1,4 @@
-//! Exchange through the memory of the hosts; one rank alone has nobody to exchange anything with.
+//! Collectives through host memory. A single rank returns its tensors unchanged.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
@@ -56,7 +56,7 @@ pub fn all_gather<B: Backend>(Exchange { tensors, collective, .. }: Exchange<B>)
     cut(&tensors, &floats(&host.round(sent(&tensors), answer)), &wholes)
 }
 
-/// What there is between several ranks.
+/// The host exchange, if there are several ranks.
 fn host(body: &Body) -> Option<&dyn HostExchange> {
     match body {
         Body::Host(exchange) => Some(exchange.as_ref()),
@@ -70,13 +70,13 @@ fn lengths<B: Backend>(tensors: &[Tensor<B, 1>]) -> Vec<usize> {
     tensors.iter().map(|tensor| tensor.dims()[0]).collect()
 }
 
-/// All elements as f32, one tensor behind the other.
+/// All elements as f32, concatenated.
 fn sent<B: Backend>(tensors: &[Tensor<B, 1>]) -> Vec<u8> {
     let values = tensors.iter().flat_map(|tensor| tensor.to_data().iter::<f32>().collect::<Vec<f32>>());
     values.flat_map(f32::to_le_bytes).collect()
 }
 
-/// The sums, in the order of the ranks.
+/// Sums in rank order.
 fn sums(parts: Vec<Vec<u8>>) -> Vec<f32> {
     let mut parts = parts.into_iter();
     let mut sums = floats(&parts.next().unwrap_or_default());
@@ -94,7 +94,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// Tensors like others, in their dtype, of these lengths of the values.
+/// Splits `values` into tensors of these lengths, with the devices and dtypes of `like`.
 fn cut<B: Backend>(like: &[Tensor<B, 1>], values: &[f32], lengths: &[usize]) -> Vec<Tensor<B, 1>> {
     let mut begin = 0;
     let tensor = |(like, length): (&Tensor<B, 1>, &usize)| {

@@ -175,13 +175,14 @@ pub trait HeadLossOps: ReshapeOps + WeightOps {
     }
 }
 
-/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden *
-/// weight^T)` against `targets`.
+/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of
+/// `softmax(hidden * weight^T)` against `targets`.
 ///
-/// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, statistics and loss in f32;
+/// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, statistics and loss in
+///   f32;
 /// - `weight`: `[vocabulary, d_model]`;
 /// - `targets`: one per row of `hidden`, in `0..vocabulary`. Others, such as [`IGNORED_TARGET`], do
-///   not count, on every backend.
+/// not count, on every backend.
 ///
 /// # Panics
 /// If the numbers of targets and rows differ, or `d_model` of `hidden` and of `weight`.

@@ -1,10 +1,12 @@
 //! Norms in CubeCL: a row is read once and stays in the registers of its units.
 //!
 //! ```text
-//! row (d_model)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, round-robin over the row's units (`RowUnits`)
-//! forward        layer norm: mean, then mean square around it; RMS norm: mean square; one exchange each -> written
-//! backward       row sums of grad * gamma * normed x and, for a layer norm, of grad * gamma, one exchange each -> d_x;
-//!                a cube sums d_gamma and d_beta of its rows in registers, `sum_over_row_pairs` sums the cubes
+//! row (d_model)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, round-robin over the units of `RowUnits`
+//! forward        RMS norm: mean square; layer norm: mean, then mean square around it;
+//!                one exchange each -> written
+//! backward       row sums of grad * gamma * normed x and, for a layer norm, of grad * gamma,
+//!                one exchange each -> d_x; a cube sums d_gamma and d_beta of its rows in
+//!                registers, `sum_over_row_pairs` sums the cubes
 //! ```
 //!
 //! On Hopper the backward pass over many 16-bit rows has its own kernel (`cuda/backward.cu`).
@@ -25,7 +27,7 @@ use crate::tensor::{float, primitive};
 
 /// Why a norm has no kernel.
 const TOO_WIDE: &str = "its rows are too wide for the units of one cube";
-/// Elements of a row per unit without register spills.
+/// Maximum elements of a row per unit without register spills.
 const HELD: usize = 32;
 /// Units per cube in the backward pass, which needs many registers.
 const UNITS: u32 = 128;

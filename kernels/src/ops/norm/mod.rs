@@ -48,7 +48,7 @@ pub struct Norm<B: Backend> {
 }
 
 impl<B: Backend> Norm<B> {
-    /// A layer norm with scale `gamma` and, where there is one, shift `beta`.
+    /// A layer norm with scale `gamma` and optional shift `beta`.
     pub fn layer(gamma: Tensor<B, 1>, beta: Option<Tensor<B, 1>>, epsilon: f64) -> Self {
         Self { kind: NormKind::LayerNorm, gamma, beta, epsilon }
     }
@@ -59,7 +59,7 @@ impl<B: Backend> Norm<B> {
     }
 }
 
-/// What the forward pass of a norm gives.
+/// Result of a norm's forward pass.
 #[derive(Clone, Debug)]
 pub struct NormOutput<B: Backend> {
     /// `[rows, d_model]`, of the input's dtype.
@@ -72,14 +72,14 @@ pub struct NormOutput<B: Backend> {
 
 parts!(NormOutput { output, mean, inverse_deviation });
 
-/// What the backward pass of a norm gives.
+/// Result of a norm's backward pass.
 #[derive(Clone, Debug)]
 pub struct NormGradients<B: Backend> {
     /// `[rows, d_model]`, of the input's dtype.
     pub x: Tensor<B, 2>,
     /// `[d_model]`, of gamma's dtype.
     pub gamma: Tensor<B, 1>,
-    /// `[d_model]`, of beta's dtype, where there is one.
+    /// `[d_model]`, of beta's dtype, if the norm has a shift.
     pub beta: Option<Tensor<B, 1>>,
 }
 
@@ -96,12 +96,12 @@ impl<B: Backend> Norm<B> {
     }
 }
 
-/// What [`norm`] computes with.
+/// Operands of [`norm`].
 #[derive(Clone, Debug)]
 pub struct NormForward<B: Backend> {
     /// `[rows, d_model]`.
     pub x: Tensor<B, 2>,
-    /// The norm, its weights `[d_model]`.
+    /// The norm, with weights `[d_model]`.
     pub norm: Norm<B>,
 }
 
@@ -112,19 +112,19 @@ impl<B: Backend> Operands for NormForward<B> {
     }
 }
 
-/// What the gradient of [`norm`] is computed with.
+/// Operands of the backward pass of [`norm`].
 #[derive(Clone, Debug)]
 pub struct NormBackward<B: Backend> {
     /// Gradient of the output, `[rows, d_model]`.
     pub grad: Tensor<B, 2>,
-    /// The input as it was.
+    /// The input of the forward pass.
     pub x: Tensor<B, 2>,
-    /// What the forward pass gave.
+    /// The result of the forward pass.
     pub saved: NormOutput<B>,
     /// The norm.
     pub norm: Norm<B>,
-    /// Where `x` also goes around the norm, the gradient that it has from there, `[rows, d_model]`:
-    /// added to its gradient from here.
+    /// The gradient of `x` through a residual connection around the norm, `[rows, d_model]`: added
+    /// to the gradient of `x`.
     pub residual: Option<Tensor<B, 2>>,
 }
 

@@ -81,7 +81,7 @@ impl<B: Backend> Operands for GradientNorm<B> {
         for gradient in &self.gradients {
             part(op, "a gradient", gradient).of(DType::F32);
             let own = gradient.device();
-            assert!(own == device, "{op}: a gradient lies on {own:?}, others on {device:?}");
+            assert!(own == device, "{op}: a gradient is on {own:?}, others on {device:?}");
         }
     }
 }
@@ -150,8 +150,8 @@ pub fn optimizer_step<B: OptimizerOps>(parameters: Vec<AdamWParameter<B>>, adamw
     optimizer_step_of(parameters, adamw, None)
 }
 
-/// [`optimizer_step`] of a part of all parameters, as a rank has one: gradients are clipped by `norm`, `[1]` f32, that of all
-/// gradients, which is also what is returned.
+/// [`optimizer_step`] of a part of all parameters, as a rank has one: gradients are clipped by
+/// `norm`, `[1]` f32, that of all gradients, which is also what is returned.
 ///
 /// # Panics
 /// As there, and if the norm is not one f32.

@@ -1,8 +1,9 @@
 //! Sharing on CUDA: other libraries use the same primary context as CubeCL.
 //!
-//! CubeCL does not expose its stream. A reader's stream therefore waits for an event of the whole context
-//! (`cuCtxRecordEvent`, CUDA 12.5); with older drivers the host waits. When a reader drops the memory, an event is
-//! recorded on its stream, and the buffer stays allocated until the event has completed.
+//! CubeCL does not expose its stream. A reader's stream therefore waits for an event of the whole
+//! context (`cuCtxRecordEvent`, CUDA 12.5); with older drivers the host waits. When a reader drops
+//! the memory, an event is recorded on its stream, and the buffer stays allocated until the event
+//! has completed.
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
@@ -58,8 +59,8 @@ impl Held for HeldBuffer {
             let record = record.ok_or(CUresult::CUDA_ERROR_NOT_SUPPORTED)?;
             // SAFETY: the driver's function, called with a context and an event of it.
             accepted(unsafe { record(context, event.0) })?;
-            // SAFETY: the event is recorded, and the reader guarantees that the handle is a stream. An event may be
-            // destroyed while a stream waits for it.
+            // SAFETY: the event is recorded, and the reader guarantees that the handle is a stream.
+            // An event may be destroyed while a stream waits for it.
             accepted(unsafe { sys::cuStreamWaitEvent(stream as CUstream, event.0, 0) })
         });
         match recorded {
@@ -77,7 +78,8 @@ impl Drop for HeldBuffer {
         let passed = self.context.within(|_| {
             let event = Event::new()?;
             match self.reader {
-                // SAFETY: the reader guarantees that the handle is a stream; the driver refuses a destroyed one.
+                // SAFETY: the reader guarantees that the handle is a stream; the driver refuses a
+                // destroyed one.
                 Reader::Stream(stream) => accepted(unsafe { sys::cuEventRecord(event.0, stream as CUstream) })?,
                 // The stream is unknown.
                 // SAFETY: synchronizes the current context.
@@ -198,7 +200,8 @@ fn record_context() -> Option<RecordEvent> {
         let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
         // SAFETY: the driver is already loaded, so no constructors run.
         let driver = ManuallyDrop::new(unsafe { Library::new(name) }.ok()?);
-        // SAFETY: the driver's function of this name has this type, and the library is never unloaded.
+        // SAFETY: the driver's function of this name has this type, and the library is never
+        // unloaded.
         unsafe { driver.get::<RecordEvent>(b"cuCtxRecordEvent\0") }.ok().map(|found| *found)
     })
 }

@@ -19,8 +19,8 @@ use crate::mutation;
 
 /// Sharing a backend's tensors.
 pub trait ShareOps: Backend {
-    /// The memory of `tensor`, if other libraries can read it. While the result exists, no kernel writes to that
-    /// memory, and no other tensor is allocated there.
+    /// The memory of `tensor`, if other libraries can read it. While the result exists, no kernel
+    /// writes to that memory, and no other tensor is allocated there.
     ///
     /// # Errors
     /// If the device fails.
@@ -29,8 +29,8 @@ pub trait ShareOps: Backend {
     }
 }
 
-/// Frees shared memory whose readers have finished, and returns how many buffers are still in use: a reader's stream may
-/// read after the reader has dropped the memory.
+/// Frees shared memory whose readers have finished, and returns how many buffers are still in use:
+/// a reader's stream may read after the reader has dropped the memory.
 pub fn reclaim_shared() -> usize {
     #[cfg(feature = "cuda")]
     return cuda::reclaim();
@@ -109,12 +109,13 @@ pub enum Place {
 pub enum Reader {
     /// It synchronizes on its own.
     Unordered,
-    /// It reads on a CUDA stream, given as the driver's handle: 1 is the legacy default stream, 2 the per-thread one.
+    /// It reads on a CUDA stream, given as the driver's handle: 1 is the legacy default stream, 2
+    /// the per-thread one.
     Stream(usize),
 }
 
-/// Memory that another library reads. It keeps the tensor alive and, on a device, delays reuse until the reader's
-/// stream has finished the work submitted before this was dropped.
+/// Memory that another library reads. It keeps the tensor alive and, on a device, delays reuse
+/// until the reader's stream has finished the work submitted before this was dropped.
 pub struct SharedMemory {
     address: usize,
     shape: Vec<usize>,
@@ -162,8 +163,8 @@ impl SharedMemory {
         self.place
     }
 
-    /// Orders `reader` after the tensor's computation, and the next use of the memory after the reader. Call it before
-    /// the first read. On the host it does nothing.
+    /// Orders `reader` after the tensor's computation, and the next use of the memory after the
+    /// reader. Call it before the first read. On the host it does nothing.
     ///
     /// # Errors
     /// If the driver refuses the stream.

@@ -1,23 +1,23 @@
-//! A weight of a block, by the kernels that look rows up and dequantize them.
+//! Weights of blocks in the kernels that look up and dequantize rows.
 
 use cubecl::prelude::*;
 
 use super::BlockFormat;
 use crate::quant::halves::f16_of;
 
-/// A byte of words.
+/// Byte `at` of the words.
 #[cube]
 fn byte(packed: &Array<u32>, at: u32) -> u32 {
     (packed[(at / 4) as usize] >> (at % 4 * 8)) & 0xff
 }
 
-/// The f16 at an even byte of words.
+/// The f16 at byte `at`, which is even.
 #[cube]
 fn half_at(packed: &Array<u32>, at: u32) -> f32 {
     f16_of((packed[(at / 4) as usize] >> (at % 4 * 8)) & 0xffff)
 }
 
-/// A number of so many bits that counts from `least`, which stands for zero.
+/// An unsigned code minus its offset.
 #[cube]
 fn counted(bits: u32, #[comptime] least: u32) -> f32 {
     f32::cast_from(bits) - comptime!(least as f32)
@@ -29,7 +29,7 @@ fn signed(byte: u32) -> f32 {
     counted(byte ^ 0x80, 128u32)
 }
 
-/// Weight `at` of a row that begins at a byte of `packed`.
+/// Weight `at` of the row that begins at byte `row` of `packed`.
 #[cube]
 pub(crate) fn weight(packed: &Array<u32>, row: u32, at: u32, #[comptime] format: BlockFormat) -> f32 {
     let (weights, bytes) = comptime!((format.weights() as u32, format.bytes() as u32));
@@ -69,7 +69,7 @@ fn simple(packed: &Array<u32>, block: u32, at: u32, #[comptime] format: BlockFor
     }
 }
 
-/// The scale and the least value of 32 weights of Q4_K and Q5_K.
+/// The 6-bit scale and minimum of 32 weights of Q4_K and Q5_K.
 #[cube]
 fn scale_and_least(packed: &Array<u32>, scales: u32, group: u32) -> (f32, f32) {
     let low = group < 4;
@@ -82,7 +82,7 @@ fn scale_and_least(packed: &Array<u32>, scales: u32, group: u32) -> (f32, f32) {
 
 #[cube]
 fn of_256(packed: &Array<u32>, block: u32, at: u32, #[comptime] format: BlockFormat) -> f32 {
-    // Of planes of four, of two and of one bits, whose bytes hold weights 32 apart.
+    // In planes of four, two and one bits, a byte has the bits of weights that are 32 apart.
     let pairs = block + at / 128 * 32 + at % 32;
     let pair_shift = at / 32 % 4 * 2;
     if comptime!(format == BlockFormat::Q2K) {

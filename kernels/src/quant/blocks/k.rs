@@ -1,5 +1,5 @@
-//! Blocks of 256 weights whose own scales, and least values, of 16 or 32 weights each are
-//! quantized, too: with an f16 `d`, and an f16 `dmin`, of the block.
+//! K-quants: blocks of 256 weights. Each group of 16 or 32 weights has a quantized scale, and in
+//! some formats a quantized minimum. The block has f16 factors of these: `d`, and `dmin`.
 //!
 //! ```text
 //! Q2_K   scales [16] | low bits [64] | d | dmin                       weight = d s q - dmin m
@@ -9,8 +9,8 @@
 //! Q6_K   low bits [128] | high bits [64] | scales [16] | d            weight = d s (q - 32)
 //! ```
 //!
-//! Bits of weights lie in planes: a byte has those of weights that are 32 apart (64 in the low bits
-//! of Q6_K), the first of them lowest.
+//! Bits of weights are stored in planes: a byte has the bits of weights that are 32 apart (64 in
+//! the low bits of Q6_K), the first of them lowest.
 
 use super::search::{Affine, Fit, scaled, shifted as fit_shifted};
 use super::{Block, half_at, put_half};
@@ -18,8 +18,8 @@ use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 256;
 
-/// The fields of `BITS` bits from weight `at` on, up to the end of its plane, where bytes hold
-/// weights that are `APART` from each other.
+/// The `BITS`-bit fields from weight `at` to the end of its plane. A byte has the fields of weights
+/// that are `APART` apart.
 #[inline(always)]
 fn plane<const BITS: usize, const APART: usize>(bytes: &[u8], at: usize) -> impl Iterator<Item = u8> {
     let in_byte = 8 / BITS;
@@ -28,17 +28,16 @@ fn plane<const BITS: usize, const APART: usize>(bytes: &[u8], at: usize) -> impl
     fields.iter().map(move |byte| byte >> (plane * BITS) & ((1 << BITS) - 1))
 }
 
-/// One field of four bits and one of two above it, from each of a Q3_K block's twelve bytes of
-/// scales.
+/// The scale of a group of Q3_K: four low bits and two high bits, packed in twelve bytes.
 fn scale_of_six_bits(bytes: &[u8], group: usize) -> i8 {
     let (low, high) = (bytes[group % 8] >> (group / 8 * 4) & 15, bytes[8 + group % 4] >> (group / 4 * 2) & 3);
     (low | high << 4) as i8 - 32
 }
 
-/// The scale and the least value of 32 weights, 6 bits each, of the twelve bytes of Q4_K and Q5_K.
+/// The scale and minimum of 32 weights, 6 bits each, packed in the twelve bytes of Q4_K and Q5_K.
 ///
-/// The first four groups have theirs in the low bits of bytes 0 to 7. The others have the low four
-/// bits in bytes 8 to 11, and the upper two on top of bytes 0 to 7.
+/// Groups 0 to 3 have theirs in the low bits of bytes 0 to 7. Groups 4 to 7 have the low four bits
+/// in bytes 8 to 11, and the upper two bits on top of bytes 0 to 7.
 fn scale_and_least(bytes: &[u8], group: usize) -> (f32, f32) {
     let (scale, least) = match group.checked_sub(4) {
         None => (bytes[group] & 63, bytes[group + 4] & 63),
@@ -47,7 +46,7 @@ fn scale_and_least(bytes: &[u8], group: usize) -> (f32, f32) {
     (f32::from(scale), f32::from(least))
 }
 
-/// Stores what [`scale_and_least`] reads.
+/// Inverse of [`scale_and_least`].
 fn put_scales_and_leasts(scales: &[i32; 8], leasts: &[i32; 8], bytes: &mut [u8]) {
     for i in 0..4 {
         let [scale, least, further, further_least] =
@@ -58,7 +57,7 @@ fn put_scales_and_leasts(scales: &[i32; 8], leasts: &[i32; 8], bytes: &mut [u8])
     }
 }
 
-/// Stores what [`plane`] reads, upon zeros.
+/// Inverse of [`plane`]; `bytes` must be zero.
 fn put_plane<const BITS: usize, const APART: usize>(quants: impl Iterator<Item = u8>, bytes: &mut [u8]) {
     let in_byte = 8 / BITS;
     for (at, quant) in quants.enumerate() {

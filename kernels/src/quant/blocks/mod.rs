@@ -1,10 +1,10 @@
-//! Blocks: the formats of GGUF files, each of which stores so many weights of a row in so many
-//! bytes, scales among them.
+//! Blocks: the formats of GGUF files. A block stores a fixed number of weights of a row, and their
+//! scales, in a fixed number of bytes.
 //!
-//! A family of formats is a file here. Each says how a block is stored, and gives its weights back bit
-//! for bit as the format's own package (`gguf.quants.dequantize`) does. Some are written, too:
-//! [`search`] looks for their scales. A row's blocks fill words one after the other, the first byte
-//! lowest, and the last word with zeros.
+//! A family of formats is a file here. It defines how a block is stored; dequantized weights are
+//! bit for bit those of the reference implementation (`gguf.quants.dequantize`). Some formats can
+//! also be written: [`search`] finds their scales. A row's blocks fill consecutive words, the first
+//! byte lowest; the last word is padded with zeros.
 
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
@@ -17,55 +17,56 @@ use half::f16;
 use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 use super::tiles::{Fields, bytes_of};
 
-/// A format of blocks.
+/// A block format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockFormat {
-    /// 4 bits a weight, and a scale for 32.
+    /// 4 bits per weight, a scale per 32.
     Q4_0,
-    /// 4 bits a weight, a scale and a least value for 32.
+    /// 4 bits per weight, a scale and a minimum per 32.
     Q4_1,
-    /// 5 bits a weight, and a scale for 32.
+    /// 5 bits per weight, a scale per 32.
     Q5_0,
-    /// 5 bits a weight, a scale and a least value for 32.
+    /// 5 bits per weight, a scale and a minimum per 32.
     Q5_1,
-    /// 8 bits a weight, and a scale for 32.
+    /// 8 bits per weight, a scale per 32.
     Q8_0,
-    /// 2 bits a weight, scales and least values of 4 bits for 16.
+    /// 2 bits per weight, 4-bit scales and minimums per 16.
     Q2K,
-    /// 3 bits a weight, scales of 6 bits for 16.
+    /// 3 bits per weight, 6-bit scales per 16.
     Q3K,
-    /// 4 bits a weight, scales and least values of 6 bits for 32.
+    /// 4 bits per weight, 6-bit scales and minimums per 32.
     Q4K,
-    /// 5 bits a weight, scales and least values of 6 bits for 32.
+    /// 5 bits per weight, 6-bit scales and minimums per 32.
     Q5K,
-    /// 6 bits a weight, scales of 8 bits for 16.
+    /// 6 bits per weight, 8-bit scales per 16.
     Q6K,
 }
 
-/// Stores weights in a block.
+/// Quantizes weights to a block.
 type StoreBlock = fn(&[f32], &mut [u8]);
 
-/// How a block is read.
+/// A block format.
 pub(crate) trait Block {
-    /// As files call it.
+    /// Its name in files.
     const NAME: &'static str;
-    /// Weights in a block.
+    /// Weights per block.
     const WEIGHTS: usize;
-    /// Bytes of a block.
+    /// Bytes per block.
     const BYTES: usize;
-    /// A block in tiles, where the CPU has a kernel for them, which multiplies integers.
+    /// The fields of a block in tiles, if the CPU has a kernel for the format. The kernel
+    /// multiplies integers.
     const TILES: Option<Fields> = None;
 
-    /// Stores the nearest weights to the given ones in a block; none where the format is only read.
+    /// Quantizes a block for a GGUF file. `None` if the format is only read.
     const QUANTIZE: Option<StoreBlock> = None;
-    /// The same for matrices that are quantized while they are loaded, by a search of the program's own.
+    /// Quantizes a block while a model is loaded, with a search for the scale.
     const SEARCH: Option<StoreBlock> = None;
 
-    /// The weights of one block.
+    /// Dequantizes a block.
     fn dequantize(block: &[u8], out: &mut [f32]);
 }
 
-/// Bytes of a word.
+/// Bytes per word.
 const WORD: usize = 4;
 
 impl<T: Block> RowFormat for T {
@@ -90,7 +91,7 @@ impl<T: Block> RowFormat for T {
         whole.then(|| RowLayout { words: (d_input / T::WEIGHTS * T::BYTES).div_ceil(WORD), scales: 0 })
     }
 
-    // A block is larger than what fills the last word.
+    // The padding of the last word is smaller than a block.
     fn row_length(words: usize) -> usize {
         words * WORD / T::BYTES * T::WEIGHTS
     }
@@ -102,7 +103,7 @@ impl<T: Block> RowFormat for T {
     }
 }
 
-/// Evaluates an expression with `$name` as the type of a format of blocks.
+/// Evaluates an expression with `$name` as the type of a block format.
 macro_rules! with_block {
     ($format:expr, $name:ident => $body:expr) => {
         $crate::quant::blocks::with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
@@ -120,7 +121,7 @@ macro_rules! with_block {
 pub(crate) use with_block;
 
 impl BlockFormat {
-    /// All of them.
+    /// All block formats.
     pub const ALL: [Self; 10] = [
         Self::Q4_0,
         Self::Q4_1,
@@ -134,32 +135,32 @@ impl BlockFormat {
         Self::Q6K,
     ];
 
-    /// As files call it.
+    /// Its name in files.
     pub fn name(self) -> &'static str {
         with_block!(self, F => <F as Block>::NAME)
     }
 
-    /// Weights in a block.
+    /// Weights per block.
     pub fn weights(self) -> usize {
         with_block!(self, F => F::WEIGHTS)
     }
 
-    /// Bytes of a block.
+    /// Bytes per block.
     pub fn bytes(self) -> usize {
         with_block!(self, F => F::BYTES)
     }
 
-    /// Whether weights can be stored in it; others are only read.
+    /// Whether Fireclay can quantize to it. Other formats are only read.
     pub fn is_written(self) -> bool {
         with_block!(self, F => <F as Block>::QUANTIZE.is_some())
     }
 
-    /// Stores the nearest weights to `weights`, which are finite and below 65504 in magnitude, in
-    /// `blocks`, one block after the other. Q8_0, Q5_0 and Q4_0 are bit for bit those of the
-    /// format's own package (`gguf.quants.quantize`).
+    /// Quantizes `weights`, finite and below 65504 in magnitude, to consecutive `blocks`. Blocks of
+    /// Q8_0, Q5_0 and Q4_0 are bit for bit those of the reference implementation
+    /// (`gguf.quants.quantize`).
     ///
     /// # Panics
-    /// If the format [is not written](Self::is_written), or unless `weights` fill `blocks`.
+    /// If the format [is not written](Self::is_written), or `weights` do not fill `blocks`.
     pub fn quantize(self, weights: &[f32], blocks: &mut [u8]) {
         let name = self.name();
         assert!(
@@ -176,10 +177,10 @@ impl BlockFormat {
         });
     }
 
-    /// The weights of `blocks`, one block after the other.
+    /// Dequantizes consecutive `blocks`.
     ///
     /// # Panics
-    /// Unless `blocks` are whole, and `out` has room for their weights and no more.
+    /// Unless `blocks` are whole and `out` has exactly as many elements as they have weights.
     pub fn dequantize(self, blocks: &[u8], out: &mut [f32]) {
         let (bytes, weights) = (self.bytes(), self.weights());
         assert!(
@@ -196,12 +197,12 @@ impl BlockFormat {
     }
 }
 
-/// The f16 at a byte of a block.
+/// The f16 at a byte offset of a block.
 fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// Stores the nearest f16 at a byte of a block.
+/// Stores `value` as f16 at a byte offset of a block.
 fn put_half(block: &mut [u8], at: usize, value: f32) {
     block[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }

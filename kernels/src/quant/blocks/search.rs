@@ -1,9 +1,9 @@
 //! Search for the scales and minimums of a block of 256 weights whose group scales are quantized.
 //!
-//! It minimizes the squared error by alternation. For each group, from several starts: the scale and
-//! minimum by least squares for fixed quants, then the quants for a fixed scale. For the block: the
-//! two factors by least squares for fixed codes, then the codes of each group among their neighbours
-//! for fixed factors.
+//! It minimizes the squared error by alternation. For each group, from several starts: the scale
+//! and minimum by least squares for fixed quants, then the quants for a fixed scale. For the block:
+//! the two factors by least squares for fixed codes, then the codes of each group among their
+//! neighbours for fixed factors.
 
 use half::f16;
 
@@ -195,8 +195,8 @@ pub(super) fn shifted<const GROUPS: usize, const GROUP: usize>(weights: &[f32], 
     })
 }
 
-/// Fits a block of weights `factors[0] * scale * quant` with scales in signed bytes and signed quants
-/// of `bits` bits.
+/// Fits a block of weights `factors[0] * scale * quant` with scales in signed bytes and signed
+/// quants of `bits` bits.
 pub(super) fn scaled<const GROUPS: usize, const GROUP: usize>(weights: &[f32], bits: u32) -> Fit<GROUPS> {
     let range = (1 << (bits - 1)) as f32;
     let groups = || weights.chunks_exact(GROUP);

@@ -1,4 +1,4 @@
-//! Blocks of 32 weights with a scale `d`, and some with a least value `m`, both f16.
+//! Blocks of 32 weights with a scale `d` and, in some formats, a minimum `m`, both f16.
 //!
 //! ```text
 //! Q4_0   d | nibbles [16]                       weight = d * (q - 8)
@@ -8,8 +8,8 @@
 //! Q8_0   d | signed bytes [32]                  weight = d * q
 //! ```
 //!
-//! Byte i of the nibbles holds weight i in its low half and weight i + 16 in its high one. Bit i of
-//! the fifth bits, a little-endian word, is weight i's.
+//! Byte i of the nibbles has weight i in its low half and weight i + 16 in its high half. The fifth
+//! bits are a little-endian word; bit i belongs to weight i.
 
 use super::{Block, half_at, put_half};
 use crate::quant::search::half_nibbles;
@@ -17,12 +17,12 @@ use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 32;
 
-/// Each weight's four bits.
+/// The 4-bit codes of the weights.
 fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     bytes.iter().map(|byte| byte & 15).chain(bytes.iter().map(|byte| byte >> 4))
 }
 
-/// Each weight's five bits: the nibbles lie behind a word with the fifth bits.
+/// The 5-bit codes of the weights, from a word of fifth bits and the nibbles after it.
 fn five_bits(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let (fifth, rest) = bytes.split_at(4);
     nibbles(rest).enumerate().map(|(i, low)| low | (fifth[i / 8] >> (i % 8) & 1) << 4)
@@ -36,18 +36,18 @@ fn shifted(out: &mut [f32], scale: f32, least: f32, quants: impl Iterator<Item =
     out.iter_mut().zip(quants).for_each(|(out, q)| *out = scale * f32::from(q) + least);
 }
 
-/// The weight of the largest magnitude, of equal ones the first.
+/// The weight of the largest magnitude; of equal ones, the first.
 fn extreme(weights: &[f32]) -> f32 {
     weights.iter().fold(0.0f32, |extreme, weight| if weight.abs() > extreme.abs() { *weight } else { extreme })
 }
 
-/// The inverse of a scale, or 0 where that is 0.
+/// The inverse of a scale; 0 for a scale of 0.
 fn inverse(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
 
-/// Weights as `centre` steps below 0 and one fewer above, the farthest of them at the lowest step: a
-/// scale at the block's start, and quants behind it, which `put` stores.
+/// Quantizes to levels from `-centre` to `centre - 1`; the weight of the largest magnitude gets the
+/// lowest level. Writes the scale at the block's start. `put` stores the codes after it.
 fn quantize_centred(weights: &[f32], block: &mut [u8], centre: u8, put: impl Fn(&[u8; WEIGHTS], &mut [u8])) {
     let scale = extreme(weights) / -f32::from(centre);
     let (by, largest) = (inverse(scale), 2 * centre - 1);
@@ -78,7 +78,7 @@ fn quantize_bytes(weights: &[f32], block: &mut [u8]) {
     block[2..].iter_mut().zip(weights).for_each(|(byte, weight)| *byte = (weight * by).round() as i8 as u8);
 }
 
-/// The nearest of eight steps below 0 and seven above, of the scale that a search finds.
+/// Quantizes to levels from -8 to 7, with a scale found by search.
 fn search_nibbles(weights: &[f32], block: &mut [u8]) {
     let mut quants = [0; WEIGHTS];
     put_half(block, 0, half_nibbles(weights, &mut quants));

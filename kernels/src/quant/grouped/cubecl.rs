@@ -20,7 +20,7 @@ fn of_table(code: u32, #[comptime] table: [f32; 16]) -> f32 {
 #[cube]
 fn e4m3(code: u32) -> f32 {
     let (exponent, fraction) = ((code >> 3) & 15, code & 7);
-    // Normal numbers move to f32's exponents; the others are multiples of 2^-9.
+    // Normal numbers get f32's exponent bias; subnormals are multiples of 2^-9.
     let bits = ((exponent + 120) << 23) | (fraction << 20);
     // CUDA cannot reinterpret a constant.
     let bits = select((code & 127) == 127, u32::new(0x7fc0_0000), bits);

@@ -1,8 +1,8 @@
 //! Layouts of quantized matrices in checkpoints, one file per method.
 //!
-//! Each method unpacks the bytes of its tensors to a [`CodedMatrix`]: one code per weight, with scales
-//! and zeros. Its weights are bit for bit those of the method's own package, before that package
-//! rounds them to 16 bits.
+//! Each method unpacks the bytes of its tensors to a [`CodedMatrix`]: one code per weight, with
+//! scales and zeros. Its weights are bit for bit those of the method's own package, before that
+//! package rounds them to 16 bits.
 //!
 //! ```text
 //! bitsandbytes   NF4 and FP4 (nibbles, blocks of a table), INT8 (bytes, a scale for a row)
@@ -118,8 +118,8 @@ pub struct StoredCodes {
 }
 
 impl CodedMatrix {
-    /// The matrix in a format that operations read, codes and scales unchanged. None if no format fits
-    /// its groups and codes.
+    /// The matrix in a format that operations read, codes and scales unchanged. None if no format
+    /// fits its groups and codes.
     pub fn stored(&self) -> Option<StoredCodes> {
         if !self.is_in_rows() || self.scales.is_empty() {
             return None;
@@ -234,7 +234,8 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[4 * at], bytes[4 * at + 1], bytes[4 * at + 2], bytes[4 * at + 3]])
 }
 
-/// Field `at` of `bits` bits in a stream of words that starts at word `first` with a step of `stride`.
+/// Field `at` of `bits` bits in a stream of words that starts at word `first` with a step of
+/// `stride`.
 #[inline(always)]
 fn field(bytes: &[u8], first: usize, stride: usize, bits: usize, at: usize) -> u8 {
     let (begin, shift) = (at * bits / 32, at * bits % 32);

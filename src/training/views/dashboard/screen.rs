@@ -87,7 +87,22 @@ fn progress_line(state: &State) -> Line<'static> {
     Line::from(format!("{}  {}  {}", state.about.title, step_of(state), times(state)))
 }
 
-/// Both losses over the steps.
+/// The least and the largest value.
+fn extent(values: impl Iterator<Item = f64> + Clone) -> Option<[f64; 2]> {
+    Some([values.clone().reduce(f64::min)?, values.reduce(f64::max)?])
+}
+
+/// Steps and losses of the axes. The losses are those of the last nine tenths of the steps, so that
+/// the first ones do not flatten all that follow.
+fn axes<'a>(points: impl Iterator<Item = &'a (f64, f64)> + Clone) -> Option<[[f64; 2]; 2]> {
+    let [left, right] = extent(points.clone().map(|(step, _)| *step))?;
+    let from = left + 0.1 * (right - left);
+    let [low, high] = extent(points.filter(|(step, _)| *step >= from).map(|(_, loss)| *loss))?;
+    let margin = ((high - low) * 0.05).max(1e-3);
+    Some([[left, right.max(left + 1.0)], [low - margin, high + margin]])
+}
+
+/// Both losses over the steps. Losses above the range of the last nine tenths are not shown.
 fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let scaled = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
         let finite = points.iter().filter(|(_, y)| y.is_finite() && (!state.log || *y > 0.0));
@@ -100,18 +115,11 @@ fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
         Span::styled("training ", Style::new().fg(TRAIN)),
         Span::styled("validation ", Style::new().fg(VALID)),
     ]));
-    let all = || train.iter().chain(&valid);
-    let range = |of: fn(&(f64, f64)) -> f64| {
-        let values = || all().map(of);
-        Some((values().reduce(f64::min)?, values().reduce(f64::max)?))
-    };
-    let (Some((left, right)), Some((low, high))) = (range(|point| point.0), range(|point| point.1)) else {
+    let Some([x, y]) = axes(train.iter().chain(&valid)) else {
         let text = Paragraph::new("the first step compiles kernels and takes longest").style(DIM);
         frame.render_widget(text.block(block), area);
         return;
     };
-    let margin = ((high - low) * 0.05).max(1e-3);
-    let (x, y) = ([left, right.max(left + 1.0)], [low - margin, high + margin]);
     let unscaled = |y: f64| if state.log { y.exp() } else { y };
     let labels = [y[0], (y[0] + y[1]) / 2.0, y[1]].map(|y| format!("{:.3}", unscaled(y)));
     let steps = [x[0], x[1]].map(|x| grouped(x.round() as u64));
@@ -179,7 +187,7 @@ fn draw_foot(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let mut lines: Vec<Line<'_>> = state.warnings.iter().map(warning).collect();
     lines.push(match state.stopping {
         true => Line::styled(
-            "stopping and saving after this step; press again to stop without saving",
+            "stopping and saving after this step; press Ctrl-C again to stop without saving",
             Style::new().fg(Color::Red),
         ),
         false => Line::styled("q stop and save   l log scale", DIM),
@@ -244,6 +252,16 @@ mod tests {
         state.note(&Event::Sampled { step: 1000, text: "Once there was\na potter.\u{1b}[2J".into() });
         state.note(&Event::Warned { step: 1100, text: "the gradient norm is 30".into() });
         state
+    }
+
+    #[test]
+    fn the_first_losses_do_not_set_the_scale() {
+        let losses: Vec<(f64, f64)> = (1..=1000).map(|step| (f64::from(step), 1.0 + 4.0 / f64::from(step))).collect();
+        let [steps, [low, high]] = axes(losses.iter()).expect("losses");
+        assert_eq!(steps, [1.0, 1000.0]);
+        assert!(low < 1.004 && 1.039 < high && high < 1.05, "{low} {high}");
+        let shown = screen(&state(), 80, 24);
+        assert!(shown.contains("1.262") && !shown.contains("5."), "{shown}");
     }
 
     #[test]

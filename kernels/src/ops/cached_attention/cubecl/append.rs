@@ -1,11 +1,12 @@
 //! Appends the new tokens of rows that have several: normalizes and rotates queries and keys, and
 //! writes keys and values to their pages. Several lanes of a plane share a head ([`lines_kernel`]),
-//! or cubes process heads where there are no planes or heads do not divide evenly
+//! or cubes process heads if there are no planes or heads do not divide evenly
 //! ([`heads_kernel`]).
 //!
 //! ```text
-//! a row of qkv, one head:           | first half        | second half       |
-//!                                   |l0 l1 l2 ..        |l0 l1 l2 ..        |   a lane has a vector of each half: whole pairs to rotate
+//! a row of qkv, one head:   | first half     | second half    |
+//!                           |l0 l1 l2 ..     |l0 l1 l2 ..     |  a lane has a vector of each half,
+//!                                                                so whole pairs to rotate
 //! ```
 
 use burn_cubecl::CubeRuntime;
@@ -80,9 +81,10 @@ impl<R: CubeRuntime> Append<'_, R> {
         let Self { bound, pass, run, rows, held: [keys, values], query } = self;
         let Pass { qkv, heads, positions, table, .. } = pass;
         let lines = run.tokens * (heads.n_heads + 2 * heads.n_kv_heads);
-        // SAFETY: lanes read vectors of the run's `lines`, which lie in `qkv`, and write those of queries in their places, and keys and values in
-        // cells of their tokens, which no two of a pass share; rows are those of the tokens, positions are held within the rotary table, pages
-        // within the cache; tensors begin where a vector can be read.
+        // SAFETY: lanes read vectors of the run's `lines`, which are in `qkv`. They write queries
+        // to their own places, and keys and values to the cells of their tokens, which are distinct
+        // in a pass. Every token has its row. Positions are clamped to the rotary table, pages to
+        // the cache. Tensors are aligned to vectors.
         unsafe {
             launch!(
                 lines_kernel::LinesKernel,
@@ -123,8 +125,8 @@ impl<R: CubeRuntime> Append<'_, R> {
         let Self { bound, pass, run, rows, held: [keys, values], query } = self;
         let Pass { qkv, heads, positions, table, .. } = pass;
         let cubes = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
-        // SAFETY: each cube places heads of its own token, below all heads; rows are those of the tokens, positions are held within the rotary
-        // table, pages within the cache.
+        // SAFETY: each cube places heads of its own token, below the number of heads. Every token
+        // has its row. Positions are clamped to the rotary table, pages to the cache.
         unsafe {
             heads_kernel::launch_unchecked(
                 &qkv.client,

@@ -1,10 +1,11 @@
 //! Attention of one token per row (flash decoding) on devices with planes.
 //!
 //! ```text
-//! a cube: one to eight query heads of a row that share a KV head, and a piece of the keys (split-KV)
+//! a cube: one to eight query heads of a row that share a KV head, and some keys (split-KV)
 //!
-//! a plane's lanes    | key 0       | key 1       | key 2   ..    `across` lanes per key, with some of its vectors each;
-//!                    |l0 l1 .. l7  |l8 .. l15    |               `run` such keys per lane are read together
+//! a plane's lanes    | key 0      | key 1     | key 2  ..   `across` lanes per key, each with some
+//!                    |l0 l1 .. l7 |l8 .. l15  |            of its vectors; a lane loads `run` keys
+//!                                                           together
 //! each group of `across` lanes: its own running maximum, sum and output (online softmax)
 //! -> combined over lanes, planes and, in a second launch, pieces
 //! ```
@@ -116,9 +117,9 @@ pub(super) fn attend<R: CubeRuntime>(
     let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    // SAFETY: words of bytes are aligned for a vector of them; each cube writes the heads of its
-    // own row and piece, and its row's new key and value, which the others do not use; positions
-    // are held within table and cache. What stands in for statistics is not written.
+    // SAFETY: words of bytes are aligned to vectors. Each cube writes the heads of its own row and
+    // piece, and its row's new key and value, which other cubes do not use. Positions are clamped
+    // to table and cache. The tensor that replaces missing statistics is not written.
     unsafe {
         launch!(
             planes_kernel::PlanesKernel,

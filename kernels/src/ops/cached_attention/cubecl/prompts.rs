@@ -86,8 +86,8 @@ fn side_by_side<R: CubeRuntime>(
     // Bytes come in words, and a vector is at least one word.
     let vector = if keys.is_int8() { vector.max(PACKED) } else { vector };
     let vectors = n_kv_heads * run.keys * head_dim / vector;
-    // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held
-    // within the cache.
+    // SAFETY: a unit copies one vector of keys and of values, below `vectors`; pages are
+    // clamped to the cache.
     unsafe {
         side_by_side_kernel::launch_unchecked(
             &pass.qkv.client,

@@ -35,8 +35,8 @@ pub(super) fn attend<R: CubeRuntime>(
     let [partial, statistics] = Pieces::or(&pieces, out);
     let vector = vector_width(&[qkv, &keys.stored, &values.stored, partial], &[head_dim]);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value,
-    // which the others do not read; positions are held within table and cache. What stands in for
-    // statistics is not written.
+    // which other cubes do not read. Positions are clamped to table and cache. The tensor that
+    // replaces missing statistics is not written.
     unsafe {
         units_kernel::launch_unchecked(
             &qkv.client,

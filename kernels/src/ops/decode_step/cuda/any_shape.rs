@@ -8,9 +8,9 @@ use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use super::{Kept, angles, format_of, halves, integers, kept, launch_tried, matrix, packed};
+use super::{EXCHANGE, Kept, angles, format_of, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, LARGEST, Tried};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::ActivationKind;
 use crate::ops::cached_attention::{CachedTokens, KvStorage};
@@ -222,8 +222,17 @@ impl CudaKernel for DecodeStepAnyShape {
         ];
         let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(shape.epsilon);
-        let body = [include_str!("sm90/watch.cuh"), include_str!("sm90/any_shape.cu")].concat();
-        format!("{defined}#define EPSILON {epsilon:e}f\n{body}")
+        let headers = [
+            EXCHANGE,
+            LARGEST,
+            ("any_shape/numbers.cuh", include_str!("sm90/any_shape/numbers.cuh")),
+            ("any_shape/inputs.cuh", include_str!("sm90/any_shape/inputs.cuh")),
+            ("any_shape/attention.cuh", include_str!("sm90/any_shape/attention.cuh")),
+            ("any_shape/products.cuh", include_str!("sm90/any_shape/products.cuh")),
+            ("any_shape/greedy.cuh", include_str!("sm90/any_shape/greedy.cuh")),
+        ];
+        let body = cuda::included(include_str!("sm90/any_shape.cu"), &headers);
+        format!("{defined}#define EPSILON {epsilon:e}f\n{}{body}", include_str!("sm90/watch.cuh"))
     }
 
     fn shared_bytes(&self) -> usize {

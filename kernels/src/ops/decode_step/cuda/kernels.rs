@@ -4,7 +4,7 @@
 
 use std::sync::Mutex;
 
-use super::any_shape;
+use super::{EXCHANGE, any_shape};
 use crate::cuda::{self, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::head_sample::draw_source;
 use crate::quant::Format;
@@ -80,8 +80,18 @@ impl Sizes {
         ];
         let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(epsilon);
-        let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("sm90/paged_attention.cuh"));
-        let body = body.replace("#include \"draw_rows.cuh\"\n", &Self::draw_rows());
+        let headers = [
+            ("paged_attention.cuh", include_str!("sm90/paged_attention.cuh")),
+            ("draw_rows.cuh", &Self::draw_rows()),
+            ("few_rows/shares.cuh", include_str!("sm90/few_rows/shares.cuh")),
+            ("few_rows/producer.cuh", include_str!("sm90/few_rows/producer.cuh")),
+            ("few_rows/consumer.cuh", include_str!("sm90/few_rows/consumer.cuh")),
+            ("few_rows/attention.cuh", include_str!("sm90/few_rows/attention.cuh")),
+            ("few_rows/head.cuh", include_str!("sm90/few_rows/head.cuh")),
+            ("few_rows/finisher.cuh", include_str!("sm90/few_rows/finisher.cuh")),
+            EXCHANGE,
+        ];
+        let body = cuda::included(body, &headers);
         let shared = [include_str!("sm90/watch.cuh"), HOPPER, include_str!("sm90/decode_step.cuh")].concat();
         format!("{defined}#define EPSILON {epsilon:e}f\n#define HALF \"bf16\"\n{shared}{body}")
     }
@@ -251,5 +261,9 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let many = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels);
     let large = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter();
     let large = large.flat_map(|sizes| LARGE.map(|rows| DecodeStepLargeBatch { rows, sizes: sizes.clone() }));
-    many.map(cuda::named).chain(large.map(cuda::named)).chain(any_shape::sources())
+    // With fewer rows they also sample, in functions that spill 16 bytes.
+    let few = [None, Some(Format::Int8)];
+    let few = few.map(|format| DecodeStepFewRows { rows: FEW_ROWS, format, sizes: sizes((16, 3072)) });
+    let few = few.into_iter().map(cuda::named);
+    few.chain(many.map(cuda::named)).chain(large.map(cuda::named)).chain(any_shape::sources())
 }

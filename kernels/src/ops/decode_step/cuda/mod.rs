@@ -32,6 +32,9 @@ use crate::tensor::primitive;
 /// Byte offset of the state's second word: whether a wait timed out.
 const AT_ERROR: usize = 4;
 
+/// Words by which blocks exchange results.
+const EXCHANGE: (&str, &str) = ("exchange.cuh", include_str!("sm90/exchange.cuh"));
+
 /// Keeps a tensor's memory alive while a kernel has its address.
 type Kept = Box<dyn Any + Send>;
 

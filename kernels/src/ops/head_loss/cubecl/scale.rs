@@ -1,5 +1,5 @@
-//! Scales gradients by that of the loss, a number on the device. Usually it is one, and unshared
-//! gradients stay unchanged.
+//! Scales gradients by the gradient of the loss, a scalar on the device. It is usually one, and
+//! then unshared gradients stay unchanged.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -20,8 +20,8 @@ pub(super) fn scaled<R: CubeRuntime>(x: CubeTensor<R>, scale: &CubeTensor<R>) ->
     let out = if in_place { x.clone() } else { empty(&x, [x.meta.shape()[0], x.meta.shape()[1]], x.dtype) };
     let size = x.meta.num_elements();
     let vector = vector_width(&[&x, &out], &[size]);
-    // SAFETY: units read and write the vectors of `x` and of `out`, which is as large and nobody
-    // else's, each its own, and `scale` is one number.
+    // SAFETY: each unit reads and writes its own vectors of `x` and `out`, which is as large and
+    // not shared; `scale` has one element.
     unsafe {
         scale_kernel::launch_unchecked(
             &x.client,
@@ -49,8 +49,8 @@ pub(super) fn add_scaled<R: CubeRuntime>(sum: CubeTensor<R>, x: CubeTensor<R>, s
     };
     let size = x.meta.num_elements();
     let vector = vector_width(&[&sum, &x, &out], &[size]);
-    // SAFETY: units read the vectors of `sum` and `x`, and write those of `out`, all as large, each
-    // its own; `out` is nobody else's.
+    // SAFETY: each unit reads its own vectors of `sum` and `x` and writes those of `out`. All have
+    // the same size, and `out` is not shared.
     unsafe {
         add_scaled_kernel::launch_unchecked(
             &x.client,

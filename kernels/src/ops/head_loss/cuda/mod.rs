@@ -127,10 +127,10 @@ impl HeadLossHopper {
         let [target_weight, weight] = of.weights().map(|weight| weight.to_bits() as usize);
         let words = [logits.meta.shape()[0], stride, start, share.is_some().into(), target_weight, weight];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: the operands are those that the kernel is for. A block reads its own rows, and
-        // writes them where gradients are wanted, and no other tensor overlaps them then: whole
-        // vectors at multiples of 16 bytes; and it has their targets and losses. A target is used
-        // as an index only if it is below the vocabulary.
+        // SAFETY: the kernel was compiled for these operands. A block reads its own rows and, if
+        // gradients are requested, overwrites them; no other tensor overlaps them then. Accesses
+        // are whole vectors, aligned to 16 bytes. Every row has a target and a loss, and a target
+        // is an index only if it is below the vocabulary.
         unsafe { cuda::launch(logits, self, blocks, arguments) };
     }
 }

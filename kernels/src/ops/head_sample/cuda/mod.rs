@@ -10,7 +10,7 @@ use super::counts::NUMBERS;
 use super::cubecl::sampling_params::SamplingParams;
 use super::draws_key;
 use crate::cubecl::empty;
-use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, LARGEST, Tried, included};
 
 /// Threads per block, with a group of tokens each.
 const THREADS: usize = 512;
@@ -21,7 +21,7 @@ pub(crate) fn draw_source(barrier: usize, groups: usize) -> String {
     let keys = rows.iter().zip(columns).map(|(row, column)| format!("{:#x}u", row | column << 16));
     let keys = keys.collect::<Vec<_>>().join(", ");
     let defined = format!("#define DRAW_BARRIER {barrier}\n#define MOST_GROUPS {groups}\n#define KEYS {keys}\n");
-    defined + include_str!("sm90/draw.cuh")
+    defined + &included(include_str!("sm90/draw.cuh"), &[LARGEST])
 }
 
 /// Compile-time values of the kernel.

@@ -1,7 +1,6 @@
-//! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit
-//! ones, for f32 and for Hopper: which of them, how its work is cut, and how its matrices lie, is
-//! chosen here by shape and dtype from what was measured (`docs/log/2026-11.md`), so that nothing
-//! is tuned at run time.
+//! Matrix products (GEMM) through `cubek`'s kernels, or our own for small 16-bit matrices, f32 and
+//! Hopper. Kernel, split and layout are chosen by shape and dtype from measurements
+//! (`docs/log/2026-11.md`); nothing is tuned at run time.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -36,12 +35,11 @@ use crate::ops::linear::cuda::{
 use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_cuda, takes_tma, tma_slices};
 use crate::products::takes_tf32;
 
-/// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
+/// `a * b` for `a` `[m, k]` and `b` `[k, n]` of any float dtypes and strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.
 ///
-/// Sums are f32. A product with few output tiles and a long inner dimension, as the gradient of a
-/// weight, is cut along that dimension so that it fills the device, and the pieces are added in
-/// their order.
+/// Sums are f32. If a product has few output tiles and a long inner dimension, as a weight's
+/// gradient has, it is split along K to fill the device. Slices are added in order.
 pub(crate) fn product<R: CubeRuntime>(
     a: CubeTensor<R>,
     b: CubeTensor<R>,
@@ -79,8 +77,8 @@ pub(crate) fn product<R: CubeRuntime>(
     }
 }
 
-/// `sum + a * b` in f32, as [`product`] has it: in the place of `sum` where that is nobody else's and a GEMM adds to it, as that for
-/// Hopper does; else by a product and a pass over both.
+/// `sum + a * b` in f32, as in [`product`]. In place if `sum` is not shared and the GEMM
+/// accumulates, as Hopper's does; otherwise with a second pass.
 pub(crate) fn product_into<R: CubeRuntime>(
     mut sum: CubeTensor<R>,
     a: CubeTensor<R>,
@@ -93,9 +91,8 @@ pub(crate) fn product_into<R: CubeRuntime>(
     add(sum, product(a, b, within, DType::F32))
 }
 
-/// The gradients of a weight and of a bias: `a * b` in f32, added to `sum` where there is one, as
-/// [`product_into`] has it, and the sums of the rows of `a`, f32
-/// `[m]`: by one launch where the GEMM for Hopper has both.
+/// The gradients of a weight and a bias: `a * b` in f32, added to `sum` as in [`product_into`], and
+/// the row sums of `a`, f32 `[m]`. The Hopper GEMM computes both in one launch.
 pub(crate) fn product_and_row_sums<R: CubeRuntime>(
     mut sum: Option<CubeTensor<R>>,
     a: CubeTensor<R>,
@@ -114,8 +111,8 @@ pub(crate) fn product_and_row_sums<R: CubeRuntime>(
     [product, row_sums]
 }
 
-/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`. None where no GEMM does both: those for
-/// Hopper and for small matrices do, in one dtype and without split-K.
+/// `a * b` as in [`product`], plus `added` in the epilogue, in the dtype of `a`. `None` if no GEMM
+/// does that: only those for Hopper and for small matrices do, in one dtype and without split-K.
 pub(crate) fn product_add<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -131,8 +128,8 @@ pub(crate) fn product_add<R: CubeRuntime>(
     small.then(|| small_product(a, b, added.clone(), 1, a.dtype))
 }
 
-/// `activation(a * b + bias)` and, if they are to be saved, its slopes, in the dtype of `a`. None where no GEMM does all of it: that for
-/// Hopper does, in one dtype.
+/// `activation(a * b + bias)` and, with `saves`, the activation's slopes, in the dtype of `a`.
+/// `None` unless the Hopper GEMM supports the operands.
 pub(crate) fn product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -143,8 +140,8 @@ pub(crate) fn product_activate<R: CubeRuntime>(
     cuda_product_activate(a, b, bias, activation, saves)
 }
 
-/// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]`, by both halves of which the product is multiplied. None where no GEMM does both: that
-/// for Hopper does.
+/// `(a * b) * slopes` in their common dtype, for slopes `[m, n]`, or `[m, 2 n]`: then both halves
+/// are multiplied by the product. `None` unless the Hopper GEMM supports the operands.
 pub(crate) fn product_by_slopes<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -153,7 +150,7 @@ pub(crate) fn product_by_slopes<R: CubeRuntime>(
     cuda_product_by_slopes(a, b, slopes)
 }
 
-/// There is no GEMM for Hopper without CUDA.
+/// Without CUDA, there is no Hopper GEMM.
 #[cfg(not(feature = "cuda"))]
 fn cuda_product_activate<R: CubeRuntime>(
     _: &CubeTensor<R>,
@@ -193,15 +190,15 @@ fn cuda_product<R: CubeRuntime>(_: &CubeTensor<R>, _: &CubeTensor<R>, _: &Added<
     None
 }
 
-/// A product by `cubek`'s warp-specialised kernel behind TMA. It is fastest where both sides are
-/// K-major (the inner dimension is contiguous in memory), so much that an M-major or N-major one is
-/// transposed first; and then two kernels do for all products of whole tiles.
+/// A product with `cubek`'s warp-specialized TMA kernel. It is fastest if both sides are K-major
+/// (the inner dimension is contiguous). An M-major or N-major side is therefore transposed first,
+/// and two kernels suffice for all products of whole tiles.
 fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
     let processors = multiprocessors(&a);
     let b = transposed(b);
-    // Only what is transposed is split along K without another copy.
+    // Only a transposed side can be split along K without another copy.
     let m_major = is_m_major(&a) && is_m_major(&b);
     let pieces = if m_major { tma_slices([m, n, k], processors as usize) } else { 1 };
     let whole = pieces == 1 && dtype == within;
@@ -216,8 +213,8 @@ fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType
     };
     let rank = b.meta.num_dims();
     b.meta.swap(rank - 2, rank - 1);
-    // One order for all sums of pieces, or those with a number of tiles that four does not divide
-    // were another kernel.
+    // One order for all split-K products. Otherwise those whose number of tiles is not a multiple
+    // of four would need another kernel.
     let order = if whole { GlobalOrder::SwizzleRow(4) } else { GlobalOrder::RowMajor };
     let blueprint = blueprint([m, n, k / pieces], order, processors);
     multiply(a, b, out.clone(), Some(blueprint));
@@ -227,8 +224,8 @@ fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// How `cubek`'s kernel behind TMA does its work: eight planes multiply, each for 32 rows of the
-/// tile, and four bring 64 columns of the inner dimension at a time.
+/// The configuration of `cubek`'s TMA kernel: eight planes multiply, each 32 rows of the tile, and
+/// four planes load 64 columns of the inner dimension at a time.
 fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) -> TilingBlueprint {
     let [rows, columns] = TMA_TILE;
     let inner = 64;
@@ -258,12 +255,12 @@ fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) 
     }
 }
 
-/// The matrix in another dtype, its columns still in one run each where they are.
+/// Casts a matrix without changing its order in memory.
 fn cast_as_it_lies<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     if x.meta.strides()[1] == 1 { cast(x, dtype) } else { transposed(cast(transposed(x), dtype)) }
 }
 
-/// The matrix with one of its strides one, as the kernels need it: copied only if neither is.
+/// The matrix with one stride of 1, as kernels require; copied only if neither is 1.
 fn aligned<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     if x.meta.strides().contains(&1) { x } else { contiguous(x) }
 }
@@ -293,7 +290,7 @@ fn multiply<R: CubeRuntime>(
     panic!("no kernel multiplies {:?} by {:?}: {refusal:?}", a.meta.shape(), b.meta.shape());
 }
 
-/// The kernels to try where TMA is not used, the best first; the last takes anything.
+/// The kernels to try without TMA, the best first. The last one supports all operands.
 fn strategies<R: CubeRuntime>(a: &CubeTensor<R>, out: &CubeTensor<R>) -> Vec<Strategy> {
     if a.dtype == DType::F32 && !takes_tf32() {
         return vec![Strategy::SimpleUnit(Inferred(Default::default()))];

@@ -1,16 +1,16 @@
-//! GEMM in f32 by f32 units: under Vulkan and WebGPU, and on CUDA where TF32 was not asked for and
-//! no kernel for Hopper takes it.
+//! GEMM in f32 without tensor cores: on Vulkan and WebGPU, and on CUDA if TF32 is not requested and
+//! no Hopper kernel supports the product.
 //!
 //! ```text
-//!             n: EDGE = 128                    k: DEPTH = 16 a step
+//!             n: EDGE = 128                    k: DEPTH = 16 per step
 //!           +--------------+   a unit:
-//! m: EDGE   | tile of out, |   8 x 8 sums in   a_tile [DEPTH, EDGE], b_tile [DEPTH, EDGE] in shared
-//!           | 256 units    |   registers       memory, two of each: one is multiplied while the next
-//!           +--------------+                   is read into registers, and then put into the other
+//! m: EDGE   | tile of out, |   8 x 8 sums in   a_tile [DEPTH, EDGE] and b_tile [DEPTH, EDGE] in
+//!           | 256 units    |   registers       shared memory, double-buffered: registers receive
+//!           +--------------+                   the next step while one buffer is multiplied
 //! ```
 //!
-//! Either side may be K-major or not: it is transposed between registers and shared memory. Split-K
-//! where tiles are few.
+//! Either side may be K-major or not: it is transposed between registers and shared memory. With
+//! few tiles, K is split.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -21,34 +21,34 @@ use crate::cubecl::{array, cast, empty, grid, launch, sum_pieces};
 
 /// Edge of a cube's tile of the result.
 pub(crate) const EDGE: usize = 128;
-/// How far a step goes along the inner dimension.
+/// Inner dimension per step.
 pub(crate) const DEPTH: usize = 16;
 const UNITS: usize = 256;
-/// Vectors of four across a tile, and in a side's part of a step.
+/// Four-element vectors per tile edge, and per side and step.
 const QUADS: usize = EDGE / 4;
 const PART: usize = DEPTH * QUADS;
-/// Shared memory: two steps of two sides.
+/// Shared memory: two steps of both sides.
 pub(crate) const SHARED_BYTES: usize = 2 * 2 * PART * 16;
-/// Four elements side by side.
+/// Four adjacent elements.
 type Quad = Vector<f32, Const<4>>;
 
-/// The layout of a side.
+/// Layout of a side.
 #[derive(Clone, Copy, Debug)]
 struct Side {
-    /// Whether it is M-major or N-major, and not K-major.
+    /// M-major or N-major instead of K-major.
     transposed: bool,
-    /// Elements from one run to the next.
+    /// Elements between runs.
     stride: usize,
-    /// Elements that are read at once.
+    /// Elements per load.
     width: usize,
 }
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     a_transposed: bool,
     b_transposed: bool,
-    /// Whether the inner dimension is a whole number of steps.
+    /// The inner dimension is a whole number of steps.
     whole: bool,
 }
 
@@ -56,14 +56,15 @@ struct Variant {
 struct Sizes {
     m: u32,
     n: u32,
-    /// Of a piece of the inner dimension.
+    /// Length of a slice of the inner dimension.
     k: u32,
     pieces: u32,
     a_stride: u32,
     b_stride: u32,
 }
 
-/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, each with one stride of one, K in `split_k` slices, as `[m, n]` of `dtype`.
+/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, each with one stride of 1, with K in `split_k`
+/// slices, as `[m, n]` of `dtype`.
 pub(super) fn simt_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -84,9 +85,9 @@ pub(super) fn simt_product<R: CubeRuntime>(
         whole: piece.is_multiple_of(DEPTH),
     };
     // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the
-    // sides: outputs are no more than the last one, the inner dimension is guarded where it is not
-    // whole steps, and no vector passes the end of either, since vectors are wide only where runs,
-    // strides and beginnings are multiples of them.
+    // sides: outputs are clamped to the last one, and the inner dimension is guarded unless it is
+    // whole steps. Vectors do not pass the end, because they are wide only if runs, strides and
+    // offsets are multiples of their width.
     unsafe {
         launch!(
             simt_product_kernel::SimtProductKernel,
@@ -107,12 +108,12 @@ pub(super) fn simt_product<R: CubeRuntime>(
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// The layout of a matrix whose axis `inner` is the product's inner dimension, split into pieces of
+/// The layout of a matrix whose axis `inner` is the product's inner dimension, split into slices of
 /// `piece`.
 fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize, piece: usize) -> Side {
     let (shape, strides) = (x.meta.shape(), x.meta.strides());
     let run = if strides[inner] == 1 { inner } else { 1 - inner };
-    // The stride of an axis of one may be anything.
+    // An axis of length 1 may have any stride.
     let stride = if shape[1 - run] == 1 { shape[run] } else { strides[1 - run] };
     let length = if run == inner { piece } else { shape[run] };
     let begin = x.handle.offset_start.unwrap_or(0);
@@ -149,7 +150,7 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
     for at in 0..16usize {
         sums[at] = Quad::new(0.0f32);
     }
-    // A plane has 32 rows and 64 columns of the tile, a unit two quads of both.
+    // A plane has 32 rows and 64 columns of the tile, a unit two quads along each.
     let lane = UNIT_POS % 32;
     let plane = UNIT_POS / 32;
     let row = plane / 2 * 8 + lane / 8;
@@ -158,7 +159,7 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
 
     let steps = sizes.k.div_ceil(comptime!(DEPTH as u32));
     for step in 0..steps + 1 {
-        // Before the first step nothing is multiplied, and after the last nothing brought.
+        // The first iteration multiplies nothing, the last loads nothing.
         let next = begin + step * comptime!(DEPTH as u32);
         let half = step % 2 * comptime!(PART as u32);
         if next < end {
@@ -228,17 +229,16 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
     }
 }
 
-/// Where four elements of a side lie in shared memory, `quad` of them across the tile, `depth`
-/// along the inner dimension. Neighbours along the inner dimension are sent to different banks.
+/// Index in shared memory of four elements of a side, `quad` of them along the tile's edge and
+/// `depth` along the inner dimension. Neighbours along the inner dimension use different banks.
 #[cube]
 fn slot(depth: u32, quad: u32) -> u32 {
     depth * comptime!(QUADS as u32) + (quad ^ (depth / 4 * 2))
 }
 
-/// Reads a unit's share of a side's part of a step: four runs of four elements. `first` of
-/// `outputs` is where the tile begins, `begin` where the step does, on a dimension of which what is
-/// behind `end` counts as zero. Behind the last output the last is read again, for sums that nobody
-/// asks for.
+/// Loads a unit's share of a side's step: four runs of four elements. The tile starts at `first` of
+/// `outputs`. The step starts at `begin`; elements from `end` on are zero. Past the last output,
+/// the last one is repeated: those sums are not stored.
 #[cube]
 fn fetch<N: Size>(
     from: &Array<Vector<f32, N>>,
@@ -281,7 +281,7 @@ fn fetch<N: Size>(
     }
 }
 
-/// Writes a unit's share to shared memory, as quads across the tile.
+/// Writes a unit's share to shared memory, as quads along the tile's edge.
 #[cube]
 fn put(part: &Array<Quad>, tile: &mut SharedMemory<Quad>, half: u32, #[comptime] transposed: bool) {
     let at = UNIT_POS % comptime!(UNITS as u32 / 2);
@@ -301,7 +301,7 @@ fn put(part: &Array<Quad>, tile: &mut SharedMemory<Quad>, half: u32, #[comptime]
     }
 }
 
-/// Adds to a unit's sums the products of its rows and columns over a step.
+/// Adds the products of a step to a unit's sums.
 #[cube]
 fn multiply(
     a_tile: &SharedMemory<Quad>,

@@ -1,16 +1,15 @@
-//! Products of small 16-bit matrices. In a small model they are most of a step's launches, and what
-//! bounds them is the launching thread: this kernel's definition is built only to be compiled,
-//! where `cubek`'s are each time. For the same reason the epilogue adds a bias and a residual in
-//! the same launch.
+//! Products of small 16-bit matrices. A small model spends most launches on them, and is bound by
+//! the launching thread. This kernel's definition is built only when it is compiled; `cubek` builds
+//! its definitions at every launch. The epilogue adds bias and residual in the same launch.
 //!
 //! ```text
 //!            n: EDGE = 64             a cube: one tile of `out`, four planes
 //!          +-------------+
-//!   plane 0| 16 rows     |            k goes by in steps of EDGE: a tile of `a` and one of `b`
-//!   plane 1| 16 rows     |  m: EDGE   pass through shared memory, the next ones in registers
-//!   plane 2| 16 rows     |            meanwhile; either side may be K-major or not, since
-//!   plane 3| 16 rows     |            tensor cores read both from shared memory (`ldmatrix`,
-//!          +-------------+            transposing where the side is not)
+//!   plane 0| 16 rows     |            k in steps of EDGE: one tile of `a` and one of `b` in shared
+//!   plane 1| 16 rows     |  m: EDGE   memory, the next ones in registers meanwhile. Either side
+//!   plane 2| 16 rows     |            may be K-major or not: tensor cores load from shared memory
+//!   plane 3| 16 rows     |            (`ldmatrix`, which transposes a side that is not K-major)
+//!          +-------------+
 //! ```
 
 use burn::tensor::DType;
@@ -28,22 +27,21 @@ use crate::ops::dropout::Dropout;
 const EDGE: usize = 64;
 const PLANES: usize = 4;
 const UNITS: usize = 32 * PLANES;
-/// Vectors of sixteen bytes in a row of a tile, and from one row to the next.
+/// 16-byte vectors per row of a tile, and the row stride.
 const WIDE: usize = EDGE / 8;
 const STRIDE: usize = WIDE + 1;
-/// Vectors of a tile that a unit carries.
+/// Vectors of a tile per unit.
 const SHARE: usize = EDGE * WIDE / UNITS;
-/// The layout of a side.
+/// Layout of a side.
 #[derive(Clone, Copy, Debug)]
 struct Side {
-    /// Whether it is M-major or N-major, and not K-major.
+    /// M-major or N-major instead of K-major.
     transposed: bool,
-    /// Vectors from one run to the next.
+    /// Vectors between runs.
     stride: usize,
 }
 
-/// Compile-time values of the kernel, besides its dtypes: which sides are transposed, and what is
-/// added.
+/// Compile-time values of the kernel, besides dtypes: transposed sides, and what the epilogue adds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     a_transposed: bool,
@@ -52,19 +50,19 @@ struct Variant {
     adds: bool,
 }
 
-/// What is added to a product `[m, n]`, in f32: a bias, and behind dropout a residual.
+/// Epilogue of a product `[m, n]`, in f32: a bias, and after dropout a residual.
 #[derive(Clone)]
 pub(crate) struct Added<R: CubeRuntime> {
     /// `[n]`.
     pub(crate) bias: Option<CubeTensor<R>>,
-    /// Of the product and its bias; only the GEMM for Hopper drops.
+    /// Dropout of product and bias; only in the Hopper GEMM.
     pub(crate) dropout: Option<Dropout>,
     /// `[m, n]`.
     pub(crate) residual: Option<CubeTensor<R>>,
 }
 
 impl<R: CubeRuntime> Added<R> {
-    /// Nothing.
+    /// No epilogue.
     pub(super) fn none() -> Self {
         Self { bias: None, dropout: None, residual: None }
     }
@@ -74,7 +72,7 @@ impl<R: CubeRuntime> Added<R> {
 struct Sizes {
     m: u32,
     n: u32,
-    /// Of a piece of the inner dimension.
+    /// Length of a slice of the inner dimension.
     k: u32,
     pieces: u32,
     a_stride: u32,
@@ -82,29 +80,29 @@ struct Sizes {
     residual_stride: u32,
 }
 
-/// Whether the kernel takes these matrices `[m, k]` and `[k, n]`, of one 16-bit dtype that the
-/// device's tensor cores have, with K split into `split_k` slices.
+/// Whether the kernel supports these matrices `[m, k]` and `[k, n]`, with K in `split_k` slices.
+/// Their 16-bit dtype must be one that the device's tensor cores support.
 pub(crate) fn supports<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, split_k: usize) -> bool {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
     let whole = k > 0 && n.is_multiple_of(2) && (split_k == 1 || (k / split_k).is_multiple_of(EDGE));
     m * n > 0 && whole && a.dtype == b.dtype && side(a, 1).is_some() && side(b, 0).is_some()
 }
 
-/// Whether what is to be added begins at whole pairs of elements, row after row.
+/// Whether rows of the bias and the residual are aligned to pairs of elements.
 pub(crate) fn can_add<R: CubeRuntime>(added: &Added<R>) -> bool {
     let begins = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
     let residual = added.residual.as_ref().is_none_or(|residual| {
         let (shape, strides) = (residual.meta.shape(), residual.meta.strides());
-        // Otherwise it is copied, and then has an even number of columns from row to row, as the
-        // product has.
+        // Otherwise it is copied, with a row stride that is even, because the product's is.
         let copied = strides[1] != 1 && shape[1] != 1;
         copied || (shape[0] == 1 || strides[0].is_multiple_of(2)) && begins(residual)
     });
     added.dropout.is_none() && residual && added.bias.as_ref().is_none_or(|bias| !bias.is_contiguous() || begins(bias))
 }
 
-/// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` that the kernel [`supports`], K in `split_k` slices,
-/// as `[m, n]` of `dtype`. Something is added only to one slice, and if it [`can`](can_add) be.
+/// `a * b` plus `added`, for small matrices `[m, k]` and `[k, n]` that the kernel [`supports`],
+/// with K in `split_k` slices, as `[m, n]` of `dtype`. An epilogue requires a single slice and
+/// [`can_add`].
 pub(super) fn small_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -131,8 +129,8 @@ pub(super) fn small_product<R: CubeRuntime>(
     let out = empty(a, [split_k, m, n], sums);
     let sizes = [m, n, k / split_k, split_k, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
     let [rows, columns, inner, pieces, a_stride, b_stride, residual_stride] = sizes;
-    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which
-    // a cube has its own tile; a bias has its columns, and a residual its shape.
+    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result. Each
+    // cube has its own tile. A bias has `n` elements, a residual the result's shape.
     unsafe {
         launch!(
             small_product_kernel::SmallProductKernel,
@@ -156,13 +154,13 @@ pub(super) fn small_product<R: CubeRuntime>(
     cast(out, dtype)
 }
 
-/// The layout of a matrix whose axis `inner` is the product's inner dimension, if its runs are
-/// whole vectors.
+/// The layout of a matrix whose axis `inner` is the product's inner dimension, if runs are whole
+/// vectors.
 fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize) -> Option<Side> {
     let strides = x.meta.strides();
     let begin = x.handle.offset_start.unwrap_or(0);
     let run = if strides[inner] == 1 { inner } else { 1 - inner };
-    // The stride of an axis of one may be anything.
+    // An axis of length 1 may have any stride.
     let stride = if x.meta.shape()[1 - run] == 1 { x.meta.shape()[run] } else { strides[1 - run] };
     let whole = [x.meta.shape()[run], stride].iter().all(|length| length.is_multiple_of(8));
     (strides[run] == 1 && whole && begin.is_multiple_of(16))
@@ -209,7 +207,7 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
         put::<F>(&a_part, &mut a_tile);
         put::<F>(&b_part, &mut b_tile);
         sync_cube();
-        // The next tiles are under way while these are multiplied; behind the last there are zeros.
+        // Loads the next tiles while these are multiplied. After the last one they are zeros.
         let next = begin + (step + 1) * edge;
         fetch::<F>(a, &mut a_part, first_row, sizes.m, next, end, sizes.a_stride, variant.a_transposed);
         fetch::<F>(b, &mut b_part, first_column, sizes.n, next, end, sizes.b_stride, variant.b_transposed);
@@ -256,7 +254,7 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
     }
 }
 
-/// Reads a unit's share of a side's tile: outputs from `first` of `outputs` on, and the inner
+/// Loads a unit's share of a side's tile: outputs from `first` of `outputs` on, and the inner
 /// dimension from `begin` to `end`. Elements outside are zero.
 #[cube]
 fn fetch<F: Float>(

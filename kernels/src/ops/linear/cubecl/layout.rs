@@ -1,4 +1,4 @@
-//! How the matrices of products lie in memory, and other views and copies of them.
+//! Memory layout of matrices: views and copies.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -7,19 +7,19 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::cubecl::transpose::transpose;
 use crate::cubecl::{cast, contiguous};
 
-/// Rows as columns.
+/// The transposed matrix, as a view.
 pub(crate) fn transposed<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
     x.meta.swap(0, 1);
     x
 }
 
-/// Whether columns, and not rows, are contiguous in memory.
+/// Whether columns, not rows, are contiguous.
 pub(super) fn is_m_major<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     x.meta.strides()[0] == 1 && x.meta.strides()[1] != 1
 }
 
-/// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Only in a product that
-/// is `whole` may there be gaps between rows: `cubek` takes pieces with gaps for something else.
+/// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Rows may have gaps only
+/// if the product is `whole`: `cubek` misreads slices with gaps.
 pub(crate) fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
     if is_m_major(&x) {
         return transpose(transposed(x), dtype, pieces);
@@ -32,7 +32,7 @@ pub(crate) fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: us
     cut(if lies_well { x } else { contiguous(x) }, 1, pieces)
 }
 
-/// A matrix as a batch of `pieces` matrices, cut along `axis`.
+/// A matrix as a batch of `pieces` matrices, split along `axis`.
 pub(super) fn cut<R: CubeRuntime>(mut x: CubeTensor<R>, axis: usize, pieces: usize) -> CubeTensor<R> {
     let length = x.meta.shape()[axis] / pieces;
     let stride = x.meta.strides()[axis];

@@ -1,5 +1,4 @@
-//! Projections in CubeCL: products, and what stands around them, the end of a sub-layer in one
-//! pass.
+//! Projections in CubeCL: products with the operations before and after them.
 
 pub(crate) mod gemm;
 pub(crate) mod gemm_simt;
@@ -52,7 +51,7 @@ where
 {
     fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
         let operands = operands.into_inner();
-        // Nothing is kept, and nothing dropped.
+        // Nothing is saved for the backward pass, and nothing is dropped.
         let plain = operands.dropout.is_none() && (!operands.keeps || operands.activation.is_none());
         if plain && let Some(output) = few_rows_linear(&operands) {
             return LinearOutput { output, saved: None };
@@ -100,7 +99,7 @@ where
     }
 }
 
-/// The gradient of a projection before its activation, from that behind it.
+/// The gradient before the activation, from the gradient after it.
 pub(crate) fn activation_gradient<R, F, I, BT>(
     grad: CubeTensor<R>,
     saved: Saved<CubeBackend<R, F, I, BT>>,
@@ -119,9 +118,8 @@ where
     }
 }
 
-/// The gradients of a weight, f32 and added to `sum`, and of a bias, as far as they are wanted,
-/// from that of the outputs
-/// `[rows, d_output]` and the inputs `[rows, d_input]`.
+/// The requested gradients of a weight, f32 and added to `sum`, and of a bias, from the outputs'
+/// gradient `[rows, d_output]` and the inputs `[rows, d_input]`.
 pub(crate) fn parameter_gradients<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
@@ -143,8 +141,8 @@ pub(crate) fn parameter_gradients<R: CubeRuntime>(
     (Some(weight), None)
 }
 
-/// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where
-/// another kernel is for it.
+/// A projection of few rows in one launch on Hopper, without dropout and without saving for the
+/// backward pass. `None` if another kernel is faster.
 fn few_rows_linear<R, F, I, BT>(
     operands: &LinearForward<CubeBackend<R, F, I, BT>>,
 ) -> Option<Tensor<CubeBackend<R, F, I, BT>, 2>>
@@ -164,7 +162,7 @@ where
     few_rows_product(&x, norm.as_ref(), &primitive(weight.clone()), &epilogue).map(float)
 }
 
-/// There is no GEMM for few rows without CUDA.
+/// Without CUDA, there is no GEMM for few rows.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn few_rows_product<R: CubeRuntime>(
     _: &CubeTensor<R>,
@@ -175,7 +173,7 @@ pub(crate) fn few_rows_product<R: CubeRuntime>(
     None
 }
 
-/// A skinny projection, in one launch where the norm before it can be part of it.
+/// A skinny projection, in one launch if the kernel also computes the norm before it.
 fn skinny_linear<R, F, I, BT>(operands: LinearForward<CubeBackend<R, F, I, BT>>) -> Tensor<CubeBackend<R, F, I, BT>, 2>
 where
     R: CubeRuntime,
@@ -197,7 +195,8 @@ where
     })
 }
 
-/// A weight as skinny products read it; dequantized to `dtype` if they do not read its format.
+/// A weight for skinny products: as stored if they support its format, otherwise dequantized to
+/// `dtype`.
 pub(crate) fn cube_weight<R, B>(weight: Weight<B>, dtype: DType) -> CubeWeight<R>
 where
     R: CubeRuntime,
@@ -217,8 +216,8 @@ fn project<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeTensor<R>) -> CubeTenso
     product(x, transposed(weight), dtype, dtype)
 }
 
-/// `residual + dropout(x * weight^T + bias)` in the dtype of `x`, of which bias, dropout and residual may be missing: `x`
-/// `[rows, d_input]`, `residual` `[rows, d_output]`.
+/// `residual + dropout(x * weight^T + bias)` in the dtype of `x`, for `x` `[rows, d_input]` and
+/// `residual` `[rows, d_output]`. Bias, dropout and residual are optional.
 fn project_add<R: CubeRuntime>(
     x: CubeTensor<R>,
     weight: CubeTensor<R>,
@@ -235,8 +234,9 @@ fn project_add<R: CubeRuntime>(
     bias_add(project(x, weight), bias, dropout, residual)
 }
 
-/// `residual + dropout(product + bias)`: `product` and `residual` `[rows, columns]`, `bias` `[columns]`. In f32, then in
-/// the dtype of `product`, and in its place where nothing else holds it.
+/// `residual + dropout(product + bias)` for `product` and `residual` `[rows, columns]` and `bias`
+/// `[columns]`. Computed in f32, rounded to the dtype of `product`, in place if `product` is not
+/// shared.
 fn bias_add<R: CubeRuntime>(
     product: CubeTensor<R>,
     bias: Option<CubeTensor<R>>,

@@ -1,14 +1,18 @@
 // The gradients of layer norms and RMS norms.
 //
-//   x, grad (and residual)  [rows, COLUMNS]   a warp has a row at a time, and prefetches the row STAGES turns ahead into shared memory: no warp waits for another
-//   d_x        inverse (scaled - mean(scaled) - normed mean(scaled normed)) (+ residual), where scaled = grad gamma; in layer norms alone with the first mean
-//   partial    [blocks, 1 or 2, COLUMNS]: the sums of grad normed and, if SHIFTED, of grad; over a warp's rows in registers, over its warps at the end
+//   x, grad (and residual)   [rows, COLUMNS]
+//                            A warp processes one row at a time, and prefetches the row STAGES
+//                            iterations ahead into shared memory. Warps do not wait for each other.
+//   d_x       inverse (scaled - mean(scaled) - normed mean(scaled normed)) (+ residual)
+//                            where scaled = grad gamma; RMS norms omit mean(scaled)
+//   partial   [blocks, 1 or 2, COLUMNS]: the sums of grad normed and, if SHIFTED, of grad
+//                            Summed in registers over a warp's rows, at the end over the warps.
 //
 // Compiled with: HALF, COLUMNS (a multiple of 8), WARPS, STAGES, LAYER, SHIFTED, ADDS (a residual)
-// and GAMMA_F32 (gamma is f32; else of 16 bits).
+// and GAMMA_F32 (gamma is f32, otherwise 16-bit).
 
 constexpr int THREADS = 32 * WARPS;
-// Vectors of eight in a row, and those of a lane.
+// Eight-element vectors per row, and per lane.
 constexpr int VECTORS = COLUMNS / 8;
 constexpr int EACH = (VECTORS + 31) / 32;
 constexpr int MATRIX_BYTES = COLUMNS * 2;
@@ -24,7 +28,7 @@ using Gamma = unsigned short;
 __device__ __forceinline__ float widen(float x) { return x; }
 
 struct Info {
-    // Distances of rows are in elements.
+    // Row strides are in elements.
     u64 rows, x_stride, grad_stride, residual_stride;
 };
 
@@ -35,7 +39,7 @@ struct Shared {
     __device__ u32 gamma() const { return stage(WARPS, 0); }
     // With TMA.
     __device__ u32 full(int warp, int stage) const { return gamma() + COLUMNS * 4 + (warp * STAGES + stage) * 8; }
-    // In the place of the stages.
+    // Overwrites the stages.
     __device__ u32 sums(int warp, int kind) const { return base + (warp * KINDS + kind) * COLUMNS * 4; }
 };
 
@@ -57,7 +61,7 @@ __device__ __forceinline__ void store(u32 address, const float (&values)[8]) {
     }
 }
 
-// Calls `of(i, v)` for each vector v of a row that this lane has.
+// Calls `of(i, v)` for each of this lane's vectors v of a row.
 template <class F>
 __device__ __forceinline__ void each_vector(F of) {
     #pragma unroll
@@ -155,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 scaled_alone += LAYER ? scaled : 0.0f;
             }
         });
-        // Means times -inverse: what d_x has of normed, and what it has besides.
+        // Both means times -inverse: the factor of normed in d_x, and the constant term.
         float of_normed = sum_lanes(scaled_normed) * (-scale / COLUMNS);
         float besides = LAYER ? sum_lanes(scaled_alone) * (-scale / COLUMNS) : 0.0f;
         each_vector([&](int i, int v) {
@@ -175,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             reinterpret_cast<uint4*>(d_x + static_cast<u64>(row) * COLUMNS)[v] = pack(values);
         });
-        // All lanes have read the row.
+        // All lanes must have read the row before it is overwritten.
         __syncwarp();
         bring(row + STAGES * step, at.stage);
         at.advance();
@@ -184,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if !HAS_TMA
     copies_wait<0>();
 #endif
-    // No warp has rows in shared memory any more.
+    // All warps must be done with their rows, which the sums overwrite.
     __syncthreads();
     each_vector([&](int i, int v) {
         store(shared.sums(warp, 0) + v * 32, d_gamma[i]);

@@ -188,9 +188,9 @@ impl NormBackward {
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
         let words = [n_rows, stride, grad.1, residual.1];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: the operands are those that the kernel is for. A warp reads rows below `n_rows`
-        // of matrices that have so many, whole vectors at multiples of 16 bytes, and their mean and
-        // inverse, and writes its own rows of `d_x`; a block writes its own row of `partial`.
+        // SAFETY: the kernel was compiled for these operands. A warp reads rows below `n_rows`, in
+        // whole vectors aligned to 16 bytes, with their mean and inverse, and writes its own rows
+        // of `d_x`. A block writes its own row of `partial`.
         unsafe { cuda::launch(x, self, blocks as u32, arguments) };
         (d_x, partial)
     }

@@ -188,7 +188,7 @@ struct Dropped {
         queries[0] = has_odd ? other : even, queries[1] = has_odd ? odd : other;
     }
 
-    // As sums lie.
+    // By the position of a sum.
     __device__ __forceinline__ bool at(int i, int value) const { return queries[value % 2] >> (2 * i + value / 2) & 1; }
 };
 

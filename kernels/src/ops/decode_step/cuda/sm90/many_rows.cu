@@ -289,7 +289,8 @@ struct Consumer {
         }
         consumers_sync();
     }
-    // 64 columns of the input from `input` on, by a tile of 16 rows of the weight at `tile`. Two chains of products, which `join` adds.
+    // 64 columns of the input from `input` on, by a tile of 16 rows of the weight at `tile`. Two
+    // chains of products, which `join` adds.
     static constexpr int CHAINS = M_TILES == 1 ? 2 : 1;
     using Sums = float[CHAINS][M_TILES][2][4];
     __device__ __forceinline__ u32 product(Sums& c, u32 input, u32 tile) {

@@ -1,32 +1,36 @@
-// The loss of each row of logits, and their gradient in their place.
+// The loss of each row of logits. The gradient replaces the logits.
 //
-//   logits of a row    | warp 0 | warp 1 | .. | warp 31 |      a block has a row at a time; each warp prefetches its own part of the row STAGES turns
-//                                                              ahead into shared memory, and goes over it three times:
-//   1  the largest of the part
-//   2  the sum of e^(x - largest); with label smoothing, once more for that of x. Then all parts' are put together, at the only barrier of the block
-//   3  share (e^(x - largest) / sum - weight), less the target's weight, over the logits
+//   logits of a row    | warp 0 | warp 1 | .. | warp 31 |
 //
-// Compiled with: HALF, VOCABULARY (logits of a row that count), STAGES, WARPS, KINDS (numbers of a
+// A block processes one row at a time. Each warp prefetches its part of the row STAGES iterations
+// ahead into shared memory, and reads it three times:
+//
+//   1  the maximum of the part
+//   2  the sum of e^(x - maximum) and, with label smoothing, of x; then the parts of all warps are
+//      combined, at the only barrier of the block
+//   3  stores share (e^(x - maximum) / sum - weight), at the target less the target's weight
+//
+// Compiled with: HALF, VOCABULARY (columns that are not padding), STAGES, WARPS, KINDS (values per
 // part), TARGET (the type of targets).
 
 constexpr int THREADS = 32 * WARPS;
-// Vectors of eight in a row, and in a warp's part of it; logits of the last vector.
+// Eight-element vectors per row, and per warp; logits in the last vector.
 constexpr int VECTORS = (VOCABULARY + 7) / 8;
 constexpr int PART = (VECTORS + WARPS - 1) / WARPS;
 constexpr int IN_LAST = VOCABULARY - 8 * (VECTORS - 1);
 static_assert(WARPS == 32 && VECTORS > PART * (WARPS - 1), "each lane has the numbers of a warp, and each warp a part");
-// Two of minus infinity.
+// Minus infinity, twice.
 constexpr u32 LEAST = HALF[0] == 'b' ? 0xff80ff80 : 0xfc00fc00;
 
 struct Info {
-    // The distance of rows is in elements; the first row's target is `first`.
+    // `stride` is in elements; `first` is the index of the first row's target.
     u64 rows, stride, first;
     u64 gradients;
-    // Floats: what is taken off for the target's logit, and for each.
+    // Bits of floats: subtracted for the target's logit, and for every logit.
     u64 target_weight, weight;
 };
 
-// What the parts of a row come to.
+// Values of a part.
 enum Kind { LARGEST, WEIGHT_SUM, LOGIT_SUM, TARGET_LOGIT };
 
 struct Shared {
@@ -34,7 +38,7 @@ struct Shared {
 
     __device__ u32 part(int stage, int warp) const { return base + (stage * WARPS + warp) * PART * 16; }
     __device__ u32 full(int stage, int warp) const { return part(STAGES, 0) + (stage * WARPS + warp) * 8; }
-    // Twice: warps may be at the next row while others still read of this one.
+    // Double-buffered: warps may process the next row while others still read this one's values.
     __device__ u32 of_part(int turn, Kind kind, int warp) const {
         return full(STAGES, 0) + ((turn * KINDS + kind) * WARPS + warp) * 4;
     }
@@ -46,7 +50,7 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) {
     return most;
 }
 
-// Puts `other` in the place of what is not in the row, in its last vector.
+// Replaces the padding in a row's last vector by `other`.
 __device__ __forceinline__ void cut(uint4& last, u32 other) {
     u32* pairs = &last.x;
     #pragma unroll
@@ -59,7 +63,7 @@ __device__ __forceinline__ void cut(uint4& last, u32 other) {
     }
 }
 
-// e^(x - largest), where `from` is the largest over ln 2.
+// e^(x - largest), for `from` = largest / ln 2.
 __device__ __forceinline__ float weight_of(float x, float from) { return power_of_2(fmaf(x, LOG2_E, -from)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -92,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u64 row = blockIdx.x; row < info.rows; row += gridDim.x) {
         TARGET target = targets[info.first + row];
         bool counts = target >= 0 && target < VOCABULARY;
-        // Where the target is in this warp's part, if it is, and whether in a vector of this
-        // lane's.
+        // The target's index in this warp's part, if it is there, and whether this lane has it.
         int target_at = counts ? static_cast<int>(target) - begin * 8 : -1;
         bool has_target = target_at >= 0 && target_at < count * 8 && target_at / 8 % 32 == lane;
         barrier_wait(shared.full(at.stage, warp), at.parity);
@@ -103,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             uint4 x = shared_load(part + last * 16);
             cut(x, LEAST);
             shared_store(part + last * 16, x);
-            // TMA writes there next.
+            // TMA overwrites it next.
             async_proxy_fence();
         }
         u32 most = LEAST;
@@ -114,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         float2 most_of_pairs = unpack(most);
         float largest = largest_lane(fmaxf(most_of_pairs.x, most_of_pairs.y));
-        // A part of logits that are all minus infinity has a sum of 0.
+        // If all logits of a part are minus infinity, its sum is 0.
         float from = largest == -INFINITE ? 0.0f : largest * LOG2_E;
         float sums[4] = {};
         #pragma unroll 4
@@ -185,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 reinterpret_cast<uint4*>(out)[v] = packed;
             }
         }
-        // All lanes have read the part.
+        // All lanes must have read the part before it is overwritten.
         __syncwarp();
         bring(row + static_cast<u64>(STAGES) * gridDim.x, at.stage);
         at.advance();

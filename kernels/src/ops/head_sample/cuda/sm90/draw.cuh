@@ -22,10 +22,8 @@ constexpr int CANDIDATES = 4096;
 #define WHOLE 4194304.0f
 // Logits below it are those of tokens that are left out.
 #define LEFT_OUT (-1e20f)
-constexpr int NO_TOKEN = 0x7fffffff;
-#ifndef INFINITE
-#define INFINITE __int_as_float(0x7f800000)
-#endif
+
+#include "largest.cuh"
 
 struct DrawMemory {
     // The largest logit of each group: thread t has those at t + 512 i.
@@ -145,24 +143,6 @@ struct Way {
     __device__ __forceinline__ float logit(int token) const { return adjusted(__ldcg(logits + token), token); }
 };
 
-// A logit and its token: of two equal ones the first token. What is no number has a token of -1,
-// and comes before all.
-struct Largest {
-    float logit = -INFINITE;
-    int token = NO_TOKEN;
-
-    __device__ __forceinline__ void or_else(float other, int others) {
-        if (other > logit || (other == logit && others < token)) logit = other, token = others;
-    }
-    __device__ __forceinline__ void or_else(const Largest& other) { or_else(other.logit, other.token); }
-    // Of lanes that are so far apart.
-    template <int FROM, int TO>
-    __device__ __forceinline__ void of_lanes() {
-        #pragma unroll
-        for (int o = FROM; o < TO; o <<= 1) or_else(__shfl_xor_sync(~0u, logit, o), __shfl_xor_sync(~0u, token, o));
-    }
-};
-
 // Of a group of tokens.
 struct Group {
     Largest largest;
@@ -266,9 +246,9 @@ __device__ __forceinline__ void each_logit(const Way& way, float floor, Then the
     }
 }
 // The least of the largest logits, none below `floor`, that weigh `wanted` together: one each, or,
-// by mass, a share of all probability. By the sums of
-// 512 equal parts of the interval, then of 512 of the part where the cut is, three times. Sums are of integers, so that their order does not matter: of
-// two halves of 14 bits each, which do where so many tokens share the probability.
+// by mass, a share of all probability. By the sums of 512 equal parts of the interval, then of 512
+// of the part where the cut is, three times. Sums are of integers, so that their order does not
+// matter: of two halves of 14 bits each, which do where so many tokens share the probability.
 __device__ __noinline__ float selected(const Way& way, DrawMemory& memory, float floor, float top, float wanted, bool by_mass) {
     const int thread = threadIdx.x;
     float low = top;

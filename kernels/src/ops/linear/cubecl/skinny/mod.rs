@@ -1,7 +1,7 @@
-//! Skinny products in CubeCL (GEMV, and up to some 32 rows), as decoding has them: their time is
-//! that of reading the weight, so it is read once, and the norm before the product and its epilogue
-//! run in the same launch. On NVIDIA's tensor cores where they take the dtypes; elsewhere groups of
-//! units have an output each.
+//! Skinny products in CubeCL: GEMV, and up to 32 rows, as in decoding. Their time is that of
+//! reading the weight, so they read it once, and the norm before the product and the epilogue run
+//! in the same launch. NVIDIA's tensor cores are used if they support the dtypes; otherwise a group
+//! of units computes each output.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -23,22 +23,22 @@ mod stream;
 mod tensor_cores;
 mod tile;
 
-/// A weight that is read once.
+/// The weight of a skinny product.
 #[expect(clippy::large_enum_variant, reason = "made and taken apart within one call")]
 pub(crate) enum CubeWeight<R: CubeRuntime> {
     /// Floats, `[d_output, d_input]`.
     Float(CubeTensor<R>),
-    /// Quantized, in a format that is read by [`Reader::Skinny`](crate::quant::Reader).
+    /// Quantized, in a format that [`Reader::Skinny`](crate::quant::Reader) reads.
     Quantized(CubeQuantized<R>),
 }
 
-/// A weight as a kernel takes it: floats, or words and their scales.
+/// A weight as kernel arguments: floats, or words and their scales.
 struct Stored<R: CubeRuntime> {
     floats: Option<CubeTensor<R>>,
     packed: Option<CubeTensor<R>>,
     scales: Option<CubeTensor<R>>,
     format: Option<Format>,
-    /// Elements from one row to the next.
+    /// Row stride in elements.
     stride: usize,
     d_output: usize,
 }
@@ -59,32 +59,32 @@ impl<R: CubeRuntime> CubeWeight<R> {
     }
 }
 
-/// What follows the product.
+/// The epilogue of a product.
 pub(crate) struct Epilogue<R: CubeRuntime> {
     /// `[d_output]`.
     pub(crate) bias: Option<CubeTensor<R>>,
-    /// A nonlinearity, which may gate: then the first half of the outputs is the gate, and there
-    /// are half as many.
+    /// An activation. If it is gated, the first half of the outputs is the gate, and the result has
+    /// half as many columns.
     pub(crate) activation: Option<Activation>,
-    /// Added at the end, `[rows, outputs]`.
+    /// Added last, `[rows, outputs]`.
     pub(crate) residual: Option<CubeTensor<R>>,
     /// Dtype of the result.
     pub(crate) dtype: DType,
 }
 
 impl<R: CubeRuntime> Epilogue<R> {
-    /// The product alone, in `dtype`.
+    /// No epilogue; the result has `dtype`.
     pub(crate) fn none(dtype: DType) -> Self {
         Self { bias: None, activation: None, residual: None, dtype }
     }
 
-    /// Whether nothing follows.
+    /// Whether the epilogue is empty.
     fn is_plain(&self) -> bool {
         self.bias.is_none() && self.activation.is_none() && self.residual.is_none()
     }
 }
 
-/// Compile-time values of a kernel, besides its dtypes.
+/// Compile-time values of a kernel, besides dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Parts {
     biased: bool,
@@ -92,12 +92,12 @@ struct Parts {
     gated: bool,
     adds: bool,
     normed: Option<Normed>,
-    /// Of a quantized weight.
+    /// Format of a quantized weight.
     format: Option<Format>,
 }
 
 impl Parts {
-    /// Whether there is a norm that divides at the end.
+    /// Whether a norm divides the sums at the end.
     fn late(&self) -> bool {
         self.normed.is_some_and(|normed| normed.late)
     }
@@ -108,11 +108,11 @@ impl Parts {
 struct Normed {
     layer: bool,
     shifted: bool,
-    /// Whether a row's deviation divides the sums of the product rather than what goes into it.
+    /// Whether the row's deviation divides the sums of the product instead of its input.
     late: bool,
 }
 
-/// The sizes that may differ from launch to launch, in elements.
+/// Sizes that may change per launch, in elements.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
     rows: u32,
@@ -125,8 +125,9 @@ struct Sizes {
     epsilon: f32,
 }
 
-/// `x` times `weight^T`, and what follows: `x` `[rows, d_input]` of at most [`SKINNY_ROWS`](crate::ops::linear::route::SKINNY_ROWS) rows, `weight`
-/// `[d_output, d_input]` of any float dtype, or quantized.
+/// `x * weight^T` with `epilogue`, for `x` `[rows, d_input]` of at most
+/// [`SKINNY_ROWS`](crate::ops::linear::route::SKINNY_ROWS) rows and `weight` `[d_output, d_input]`
+/// of any float dtype, or quantized.
 pub(crate) fn project_skinny<R: CubeRuntime>(
     x: CubeTensor<R>,
     weight: CubeWeight<R>,
@@ -138,8 +139,8 @@ pub(crate) fn project_skinny<R: CubeRuntime>(
     by_simt(rows(x), weight, epilogue)
 }
 
-/// [`project_skinny`] of `x` normalised. Only for what [`on_tensor_cores`] has: elsewhere, a norm
-/// for each output again would cost more than a launch of its own.
+/// [`project_skinny`] of normalized `x`. Requires [`on_tensor_cores`]: elsewhere, every output
+/// would recompute the norm, which costs more than a separate launch.
 pub(crate) fn norm_project_skinny<R: CubeRuntime>(
     x: CubeTensor<R>,
     norm: CubeNorm<R>,
@@ -156,14 +157,14 @@ struct Bound<R: CubeRuntime> {
     residual: Option<CubeTensor<R>>,
     residual_stride: usize,
     out: CubeTensor<R>,
-    /// Whether the result takes the residual's place.
+    /// Whether the result overwrites the residual.
     in_place: bool,
 }
 
 impl<R: CubeRuntime> Bound<R> {
-    /// The result as an argument, behind as many other tensors as `before` has, bias and residual.
+    /// The result as an argument, after the tensors of `before`, bias and residual.
     fn out_array(&self, before: &[&Option<CubeTensor<R>>]) -> ArrayArg<R> {
-        // `x` comes first.
+        // `x` is the first argument.
         let input_pos = 1 + before.iter().filter(|x| x.is_some()).count() + usize::from(self.bias.is_some());
         match self.in_place {
             true => ArrayArg::Alias { input_pos, length: [self.out.meta.num_elements()] },
@@ -172,7 +173,7 @@ impl<R: CubeRuntime> Bound<R> {
     }
 }
 
-/// The epilogue's tensors, and what the kernel is to do.
+/// The epilogue's tensors, and the kernel's compile-time values.
 fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogue<R>) -> Bound<R> {
     let d_output = weight.d_output;
     let n_rows = x.meta.shape()[0];
@@ -185,7 +186,7 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogu
         normed: None,
         format: weight.format,
     };
-    // Unshared tensors are written in place: each element is read by the unit that writes it.
+    // Unshared tensors are overwritten: the unit that writes an element also reads it.
     let free = |residual: &&CubeTensor<R>| {
         residual.can_mut()
             && residual.dtype == epilogue.dtype
@@ -202,7 +203,7 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogu
     Bound { parts, outputs, bias: epilogue.bias.map(contiguous), residual, residual_stride, out, in_place }
 }
 
-/// Scale, bias and activation of a product, and what is added to that.
+/// Applies scale, bias and activation to a product, and adds the residual.
 #[cube]
 fn finished<V: Float>(
     gate: f32,
@@ -237,7 +238,7 @@ fn finished<V: Float>(
     gate + added
 }
 
-/// What is added to an output of a row.
+/// The residual of a row's output.
 #[cube]
 fn residual_of<S: Float>(
     residual: &ComptimeOption<Array<S>>,

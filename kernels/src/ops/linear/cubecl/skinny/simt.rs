@@ -1,8 +1,8 @@
-//! Skinny products by groups of units, one for each output.
+//! Skinny products with a group of units per output.
 //!
 //! ```text
-//! weight row (an output)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, in turn over the group's units; each multiplies
-//! x, a block of rows      |u0|u1|u2|..|u0|u1|u2|..|   them with its vectors of every row of the block
+//! weight row (an output)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, round-robin over the group's units;
+//! x, a block of rows      |u0|u1|u2|..|u0|u1|u2|..|   multiplied with those of all rows
 //!                         -> a sum over the group's units for each row, then the epilogue
 //! ```
 
@@ -16,7 +16,7 @@ use crate::cubecl::{array, dtype_of, grid, optional, vector_width};
 use crate::quant::Format;
 use crate::quant::int8::PACKED;
 
-/// Rows of a block.
+/// Rows per block.
 const BLOCK: usize = 8;
 
 pub(super) fn by_simt<R: CubeRuntime>(
@@ -29,15 +29,15 @@ pub(super) fn by_simt<R: CubeRuntime>(
     let bound = bind(&x, &weight, epilogue);
     let (parts, outputs) = (bound.parts, bound.outputs);
     let vector = match &weight.floats {
-        // A word of bytes at a time.
+        // One word of bytes at a time.
         None => vector_width(&[&x], &[d_input, x_stride, PACKED]).min(PACKED),
         Some(floats) => vector_width(&[&x, floats], &[d_input, x_stride, weight.stride]),
     };
     let vectors = d_input / vector;
     let row_units = RowUnits::new(&x.client, vectors, usize::MAX, 32);
     let block = n_rows.next_power_of_two().min(BLOCK);
-    // SAFETY: a group of units reads its own rows of the weight and a block's of `x`, below
-    // `outputs` and `n_rows`, and writes what no other does.
+    // SAFETY: a group of units reads its own rows of the weight and a block's rows of `x`, below
+    // `outputs` and `n_rows`, and writes its own outputs.
     unsafe {
         simt_kernel::launch_unchecked(
             &x.client,
@@ -74,7 +74,7 @@ pub(super) fn by_simt<R: CubeRuntime>(
     bound.out
 }
 
-/// Here `d_input` and the strides count vectors.
+/// `d_input` and the strides count vectors here.
 #[cube(launch_unchecked)]
 fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     x: &Array<Vector<F, N>>,
@@ -100,8 +100,8 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
         terminate!();
     }
     let own = CUBE_POS as u32 % cubes * row_units.rows + UNIT_POS_Y;
-    // Groups beyond the end do the last output again without writing it: all units of a cube
-    // exchange values together.
+    // Groups past the end repeat the last output without writing it: all units of a cube take part
+    // in exchanges.
     let output = min(own, sizes.outputs - 1);
     let sides = comptime!(1 + parts.gated as usize);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(sides * block));
@@ -142,8 +142,7 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     }
 }
 
-/// A vector of the weight, whatever it is stored as. Bytes lie four in a word, of which a vector
-/// may be a part.
+/// A vector of the weight, in any format. A word has four bytes, and a vector may be part of one.
 #[cube]
 fn stored<W: Float, N: Size>(
     weight: &ComptimeOption<Array<Vector<W, N>>>,

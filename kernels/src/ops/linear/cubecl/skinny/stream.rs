@@ -1,14 +1,14 @@
 //! Skinny products with very many outputs, as the head's, on NVIDIA's tensor cores: persistent
-//! cubes, one for each multiprocessor.
+//! cubes, one per multiprocessor.
 //!
 //! ```text
-//! x [rows, K]      in shared memory, read once by each cube; planes split K as in `tensor_cores.rs`
+//! x [rows, K]      in shared memory, read once by each cube; planes split K as in `tensor_cores`
 //! weight [N, K]    cube c has the tiles of outputs c, c + cubes, c + 2 cubes, ..
 //!                  the weights of the next tile are read while one is multiplied
 //! ```
 //!
-//! With a cube for each tile, as in `tensor_cores.rs`, more of `x` would go through the cache than
-//! of the weight through memory.
+//! With a cube per tile, as in `tensor_cores.rs`, reads of `x` from the cache would exceed reads of
+//! the weight from memory.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -21,23 +21,23 @@ use crate::cubecl::tensor_cores::{Pair, Wide};
 use crate::cubecl::{array, empty, grid, optional};
 use crate::quant::Format;
 
-/// Planes of a cube, among which the inner dimension is shared.
+/// Planes per cube, which split the inner dimension.
 const PLANES: usize = 16;
-/// Sixteen-byte reads of the weight that a lane has under way at a time.
+/// Outstanding 16-byte loads of the weight per lane.
 const READS: usize = 10;
-/// The most groups of outputs of a tile.
+/// Maximum groups of outputs per tile.
 const MOST_GROUPS: usize = 4;
-/// The fewest tiles of a cube.
+/// Minimum tiles per cube.
 const TILES: usize = 4;
-/// Up to so many rows, each cube reading `x` for itself costs little.
+/// Up to this many rows, it costs little that each cube reads `x` itself.
 const REREAD_ROWS: usize = 8;
 
-/// How a cube goes over the outputs.
+/// How a cube traverses the outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Tiles {
-    /// Chunks of the inner dimension that a plane has.
+    /// Chunks of the inner dimension per plane.
     chunks: usize,
-    /// Groups of outputs of a tile.
+    /// Groups of outputs per tile.
     groups: usize,
     /// Blocks of eight rows.
     blocks: usize,
@@ -45,7 +45,7 @@ pub(super) struct Tiles {
 }
 
 impl Tiles {
-    /// The tiles of a product of `x` with `outputs` outputs, if it is one for this kernel.
+    /// The tiles of a product of `x` with `outputs` outputs, if this kernel supports it.
     pub(super) fn new<R: CubeRuntime>(x: &CubeTensor<R>, outputs: usize) -> Option<Self> {
         let [n_rows, d_input] = [x.meta.shape()[0], x.meta.shape()[1]];
         let hardware = &x.client.properties().hardware;
@@ -61,12 +61,12 @@ impl Tiles {
         fits.then_some(tiles)
     }
 
-    /// Vectors of `x` that a cube keeps.
+    /// Vectors of `x` in a cube's shared memory.
     const fn kept(&self) -> usize {
         PLANES * 32 * self.chunks * self.blocks
     }
 
-    /// Pairs of sums of all planes together.
+    /// Pairs of sums of all planes.
     const fn sums(&self) -> usize {
         PLANES * 8 * self.blocks * self.groups * GROUP / 2
     }
@@ -76,7 +76,7 @@ impl Tiles {
     }
 }
 
-/// `x` `[rows, d_input]`, with `x_stride` elements from row to row, times `weight^T`, in `dtype`.
+/// `x * weight^T` in `dtype`, for `x` `[rows, d_input]` with row stride `x_stride`, in elements.
 pub(super) fn stream<R: CubeRuntime>(
     x: CubeTensor<R>,
     x_stride: usize,
@@ -136,10 +136,10 @@ fn stream_kernel<F: Float, O: Float>(
     let lane = UNIT_POS % 32;
     let lane_row = lane / 4;
     let vectors = sizes.d_input / 8;
-    // The plane's chunks lie `PLANES` apart; the lane has one vector of each.
+    // A plane's chunks are `PLANES` apart, and a lane has one vector of each.
     let first_column = plane * 4 + lane % 4;
 
-    // What a lane keeps of `x`, it alone reads again.
+    // Each lane reads only what it has written itself.
     let mut kept = SharedMemory::<Wide<F>>::new(comptime!(tiles.kept()));
     #[unroll]
     for i in 0..chunks {
@@ -169,7 +169,7 @@ fn stream_kernel<F: Float, O: Float>(
             weights[i] = next[i];
         }
         tile += comptime!(tiles.cubes as u32);
-        // Beyond the last tile these are zeros.
+        // Past the last tile, weights are zeros.
         read_tile::<F>(weight, packed, &mut next, tile * outputs_each + lane_row, first_column, sizes, tiles, format);
 
         #[unroll]
@@ -190,7 +190,7 @@ fn stream_kernel<F: Float, O: Float>(
             }
         }
 
-        // The planes' sums, side by side: `[plane, row, group, 4 pairs]`.
+        // Sums of all planes, `[plane, row, group, 4 pairs]`.
         let width = comptime!((groups * GROUP / 2) as u32);
         let own = comptime!((8 * blocks * groups * GROUP / 2) as u32);
         #[unroll]
@@ -221,8 +221,8 @@ fn stream_kernel<F: Float, O: Float>(
     }
 }
 
-/// Reads a lane's share of a tile's weights, of which it has the rows `output`, `output + 8` and so
-/// on; zeros beyond the outputs and columns that there are.
+/// Loads a lane's share of a tile's weights: rows `output`, `output + 8` and so on. Zeros past the
+/// last output and column.
 #[cube]
 fn read_tile<F: Float>(
     weight: &ComptimeOption<Array<Wide<F>>>,

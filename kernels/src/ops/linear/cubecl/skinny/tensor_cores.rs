@@ -1,21 +1,23 @@
 //! Skinny products on NVIDIA's tensor cores.
 //!
 //! ```text
-//! a cube: 8 outputs or a few times as many; its planes split K (`d_input`) among them
+//! a cube: 8 outputs or a few times as many; its planes split K (`d_input`)
 //!
-//! K:       | plane 0 | plane 1 | .. | plane P-1 | plane 0 | ..   chunks of 32 columns, `ahead` of them read at once;
-//!                                                              P is 8, or 16 where cubes are few and rows up to eight
-//! weight   8 outputs x 32 columns: lane = 4 * output + i reads 16 bytes (8 of INT8), columns 8 i .. 8 i + 7
-//! x        8 rows    x 32 columns: the same                      `mma` m16n8k16 twice a chunk, sums in registers
-//!          -> sums of all planes through shared memory -> epilogue
+//! K:      | plane 0 | plane 1 | .. | plane P-1 | plane 0 | ..   chunks of 32 columns, `ahead` of
+//!                                                        them loaded together; P is 8, or 16 with
+//!                                                        few cubes and up to eight rows
+//! weight  8 outputs x 32 columns: lane = 4 * output + i loads 16 bytes (8 of INT8),
+//!                                 columns 8 i .. 8 i + 7
+//! x       8 rows    x 32 columns: the same; `mma` m16n8k16 twice per chunk, sums in registers
+//!         -> sums of all planes through shared memory -> epilogue
 //! ```
 //!
-//! Which columns a lane's registers hold does not matter to a sum over K, as long as both sides
-//! agree: so both come from memory as they are, without `ldmatrix`.
+//! A sum over K does not depend on which columns a lane's registers have, if both sides agree. Both
+//! are therefore loaded from memory as stored, without `ldmatrix`.
 //!
-//! A step of decoding is a chain of such products, each too short to hide what it waits for. So
-//! everything that does not depend on anything is read at once, before the first wait, and the
-//! deviation of an RMS norm divides the sums at the end instead of holding up their beginning.
+//! A decode step is a chain of such products, each too short to hide latency. Everything
+//! independent is therefore loaded before the first wait. The deviation of an RMS norm divides the
+//! sums at the end, so that the product does not wait for it.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -32,35 +34,35 @@ use crate::multiprocessors::multiprocessors;
 use crate::ops::norm::cubecl::CubeNorm;
 use crate::quant::Format;
 
-/// Planes of a cube of the tensor-core kernel where there are many cubes, and where there are few.
+/// Planes per cube: with many cubes, and with few.
 const PLANES: usize = 8;
 const MORE_PLANES: usize = 16;
-/// Cubes that are few.
+/// Up to this many cubes are few.
 const FEW_CUBES: usize = 256;
-/// The most groups of outputs of a cube, without those of a gate.
+/// Maximum groups of outputs per cube, without those of a gate.
 const MOST_GROUPS: usize = 4;
-/// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the
-/// cubes are few and the rows up to eight, since then there are registers for more, and of `x`.
+/// Outstanding 16-byte loads per lane: of the weight; of the weight with few cubes and up to eight
+/// rows, which leaves more registers; and of `x`.
 const READS: usize = 8;
 const MORE_READS: usize = 12;
 const X_READS: usize = 16;
-/// Columns of `x` that a lane reads at a time for the statistics of a row, in vectors.
+/// Vectors of `x` that a lane loads together for a row's statistics.
 const TOGETHER: usize = 4;
-/// The most bands (of 16 rows) times groups of weights (a gate's included) whose sums fit in shared
-/// memory.
+/// Maximum bands (of 16 rows) times groups of weights (including a gate's), whose sums must fit in
+/// shared memory.
 const MOST: usize = 8;
 
-/// The shape of a cube of the tensor-core kernel.
+/// The shape of a cube.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     planes: usize,
     /// Groups of outputs.
     groups: usize,
-    /// Blocks of eight rows, two of which are one side of `mma`.
+    /// Blocks of eight rows; two are one operand of `mma`.
     blocks: usize,
-    /// Groups of weights: with a gate, its own and those of the other half.
+    /// Groups of weights: with a gate, those of both halves.
     sides: usize,
-    /// Chunks that are read together.
+    /// Chunks loaded together.
     ahead: usize,
 }
 
@@ -70,11 +72,11 @@ impl Shape {
     }
 }
 
-/// Whether the tensor-core kernel takes `x` and `weight`.
+/// Whether the tensor-core kernel supports `x` and `weight`.
 pub(crate) fn on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWeight<R>) -> bool {
     match weight {
         CubeWeight::Float(weight) => floats_on_tensor_cores(x, weight),
-        // A word of bytes is as wide as two elements.
+        // A word of bytes has the size of two elements.
         CubeWeight::Quantized(weight) => {
             let whole = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
             let lengths = [stride(x), x.meta.shape()[1], 8];
@@ -83,19 +85,18 @@ pub(crate) fn on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWe
     }
 }
 
-/// Whether the tensor-core kernel takes `x` and a weight of floats.
+/// Whether the tensor-core kernel supports `x` and a float weight.
 fn floats_on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeTensor<R>) -> bool {
     let lengths = [stride(x), stride(weight), x.meta.shape()[1], 8];
     is_taken(x) && weight.dtype == x.dtype && weight.meta.strides()[1] == 1 && vector_width(&[x, weight], &lengths) == 8
 }
 
-/// The distance between rows, if there are any.
+/// The row stride. For a single row 8, which fits every vector width.
 fn stride<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
     if x.meta.shape()[0] == 1 { 8 } else { x.meta.strides()[0] }
 }
 
-/// Whether the device multiplies matrices of the dtype of `x`, and its columns lie one after
-/// another.
+/// Whether the device's tensor cores support the dtype of `x`, and its columns are contiguous.
 fn is_taken<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     x.meta.strides()[1] == 1 && has_tensor_cores(x)
 }
@@ -119,13 +120,13 @@ pub(super) fn by_tensor_cores<R: CubeRuntime>(
     let (mut gamma, mut beta) = (None, None);
     if let Some(norm) = norm {
         let (layer, shifted) = (norm.layer, norm.beta.is_some());
-        // f16 might not hold what has not been divided yet.
+        // f16 may overflow before the division.
         parts.normed = Some(Normed { layer, shifted, late: !layer && !shifted && x.dtype == DType::BF16 });
         epsilon = norm.epsilon;
         (gamma, beta) = (Some(contiguous(norm.gamma)), norm.beta.map(contiguous));
     }
-    // As many outputs a cube as leave one for each multiprocessor, or nearly so: each cube reads
-    // all of `x`, and a few more cubes than there is room for would take as long as twice as many.
+    // As many outputs per cube as leave about one cube per multiprocessor: each cube reads all of
+    // `x`, and a few cubes more than fit would take a second wave.
     let blocks = n_rows.div_ceil(8);
     let gates = 1 + usize::from(parts.gated);
     let multiprocessors = multiprocessors(&x);
@@ -134,17 +135,17 @@ pub(super) fn by_tensor_cores<R: CubeRuntime>(
         |groups: &usize| groups * blocks.div_ceil(2) * gates <= MOST && outputs.div_ceil(groups * GROUP) >= enough;
     let groups = (2..=MOST_GROUPS).rev().find(fits).unwrap_or(1);
     let cubes = outputs.div_ceil(groups * GROUP);
-    // The sums of many rows take the registers of more planes, and their exchange the time.
+    // With many rows, sums need the registers of more planes, and exchanging them takes longer.
     let planes = if cubes <= FEW_CUBES && blocks == 1 { MORE_PLANES } else { PLANES };
     let sides = groups * gates;
-    // No more chunks than there are for a plane, and no more registers than there are for a lane.
+    // At most as many chunks as a plane has, and as many registers as a lane has.
     let chunks = d_input.div_ceil(CHUNK * planes);
     let reads = if planes == MORE_PLANES { MORE_READS } else { READS };
     let most = (reads / sides).min(X_READS / blocks).max(1);
     let ahead = chunks.div_ceil(chunks.div_ceil(most));
     let shape = Shape { planes, groups, blocks, sides, ahead };
     // SAFETY: reads are guarded by rows, outputs and columns, writes by rows and outputs; `gamma`
-    // and `beta` have a column for each of `x`.
+    // and `beta` have as many elements as `x` has columns.
     unsafe {
         launch!(
             tensor_core_kernel::TensorCoreKernel,
@@ -226,7 +227,7 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
     let stride = comptime!((shape.planes * ahead) as u32);
     let steps = sizes.d_input.div_ceil(comptime!(CHUNK as u32)).div_ceil(stride);
 
-    // What is read first is under way while the statistics are made.
+    // Load these while statistics are computed.
     let mut weights = Array::<Wide<F>>::new(comptime!(ahead * sides));
     let mut inputs = Array::<Wide<F>>::new(comptime!(ahead * blocks));
     let mut gammas = Array::<Wide<G>>::new(comptime!(if late { ahead } else { 1 }));
@@ -245,7 +246,7 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
         shape,
         parts,
     );
-    // And what the unit adds at the end, if that is but two elements.
+    // Also the residual, if it is only two elements per unit.
     let pairs = comptime!((shape.groups * GROUP / 2) as u32);
     let mut added = Pair::new(0.0);
     #[unroll]
@@ -260,7 +261,7 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
         row_statistics::<F>(x, &mut statistics, plane, lane, sizes, shape, normed);
         sync_cube();
     }
-    // Or the squares that the lane has of them.
+    // Or the lane's sums of squares.
     let mut squares = Array::<f32>::new(blocks);
     #[unroll]
     for block in 0..blocks {
@@ -328,8 +329,7 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
         }
     }
 
-    // The planes' sums, side by side: `[plane, row, side, 4 pairs]`. They may lie where the
-    // statistics did.
+    // Sums of all planes, `[plane, row, side, 4 pairs]`. They may overwrite the statistics.
     sync_cube();
     let width = comptime!((sides * GROUP / 2) as u32);
     let tile = comptime!((8 * blocks * sides * GROUP / 2) as u32);
@@ -388,9 +388,8 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
     }
 }
 
-/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first
-/// of which has its columns from `column` on; zeros beyond the rows, outputs and columns that there
-/// are.
+/// Loads a lane's share of the weight, of `x` and of a late norm's gamma, for some chunks, the
+/// first of which starts at `column`. Zeros past rows, outputs and columns.
 #[cube]
 fn fetch<F: Float, G: Float>(
     x: &Array<Wide<F>>,
@@ -446,8 +445,7 @@ fn fetch<F: Float, G: Float>(
     }
 }
 
-/// Eight elements of a row of `x`, normalised where there is a norm; zeros beyond its rows and
-/// columns.
+/// Eight elements of a row of `x`, normalized if there is a norm. Zeros past its rows and columns.
 #[cube]
 fn normalised<F: Float, G: Float, H: Float>(
     value: Wide<F>,
@@ -481,7 +479,7 @@ fn normalised<F: Float, G: Float, H: Float>(
     }
 }
 
-/// Mean and inverse deviation of the rows, a plane for each of them in turn.
+/// Mean and inverse deviation of all rows, one plane per row in turn.
 #[cube]
 fn row_statistics<F: Float>(
     x: &Array<Wide<F>>,
@@ -510,7 +508,7 @@ fn row_statistics<F: Float>(
     }
 }
 
-/// The sum of a row's elements, or of their squares, less `centre` each.
+/// The sum of a row's elements, or of the squares of their distances from `centre`.
 #[cube]
 fn row_sum<F: Float>(
     x: &Array<Wide<F>>,
@@ -524,7 +522,7 @@ fn row_sum<F: Float>(
     let start = row * (sizes.x_stride / 8);
     let mut sum = Wide::<f32>::new(0.0);
     for step in 0..vectors.div_ceil(comptime!(32 * TOGETHER as u32)) {
-        // All reads before the first sum.
+        // All loads before the first sum.
         let mut values = Array::<Wide<F>>::new(TOGETHER);
         #[unroll]
         for i in 0..TOGETHER {

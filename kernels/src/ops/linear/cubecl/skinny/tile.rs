@@ -1,4 +1,4 @@
-//! Operands of `mma` as they are read from memory, for skinny products.
+//! Operands of `mma` for skinny products, as loaded from memory.
 
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
@@ -6,13 +6,12 @@ use cubecl::prelude::*;
 use crate::cubecl::tensor_cores::{Half, Pair, Wide};
 use crate::quant::int8::unpack;
 
-/// Outputs of a group: columns of `mma`'s result.
+/// Outputs per group: columns of `mma`'s result.
 pub(super) const GROUP: usize = 8;
-/// Columns of the inner dimension that a plane works on at a time, eight for each of a lane's four
-/// neighbours.
+/// Columns of the inner dimension per plane and step: eight for each of four neighbouring lanes.
 pub(super) const CHUNK: usize = 32;
 
-/// Adds to the sums of `[band, side]` what the chunk `i` of weights gives with 16 rows of `x`:
+/// Adds to the sums of `[band, side]` the product of chunk `i` of the weights with 16 rows of `x`:
 /// `upper` and `lower` are eight columns of a row, and of the row eight below it.
 #[cube]
 pub(super) fn multiply<F: Float>(
@@ -74,7 +73,7 @@ pub(super) fn eight<F: Float>(words: Vector<u32, Const<2>>) -> Wide<F> {
     Wide::<F>::cast_from(wide)
 }
 
-/// Two neighbouring elements of eight.
+/// Two adjacent elements of eight.
 #[cube]
 fn pair_of<F: Float>(wide: Wide<F>, #[comptime] at: usize) -> Half<F> {
     let mut pair = Half::<F>::cast_from(0.0f32);

@@ -24,7 +24,7 @@
 //
 //   rows of 128 bytes    chunk ^ row % 8              rows of 64 bytes    chunk ^ row / 2 % 4
 //
-// f32 matrices lie with K contiguous, and are multiplied in TF32, which has 11 of f32's 24 bits; or,
+// f32 matrices are contiguous along K, and are multiplied in TF32, which has 11 of f32's 24 bits; or,
 // if SPLIT, as three products, one after the other. Each row of `a` and `b` has its rounded numbers
 // first, whole stages of them, and then what was rounded off.
 //
@@ -454,7 +454,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
 }
 #else
 // Of a matrix of 16 bits: four lanes of a row have 16 bytes of it each, of one block of eight columns.
-// Transposed, each lane has two columns of each of four blocks, as sums lie. Lanes exchange words
+// Transposed, each lane has two columns of each of four blocks, as sums do. Lanes exchange words
 // also where some have none to read or to write.
 __device__ __forceinline__ void write_row(bool there, unsigned short* to, u32 (&words)[4]) {
     transpose_words(words);
