@@ -34,10 +34,12 @@ pub fn cuda_sources() -> Vec<CudaSource> {
     let named = |target: &Target, (name, source)| CudaSource { name, target: target.name, source };
     let of_hopper =
         Arch::Sm90.targets().iter().flat_map(|target| hopper.concat().into_iter().map(move |it| named(target, it)));
-    let of_ampere = Arch::Sm80.targets().iter().flat_map(|target| {
-        let sources = linear::ampere_sources(target.shared_bytes)
-            .chain(attention::ampere_sources(target.shared_bytes))
-            .chain(norm::ampere_sources(target.shared_bytes));
+    // All for the first target, a selection for the others.
+    let of_ampere = Arch::Sm80.targets().iter().enumerate().flat_map(|(index, target)| {
+        let (most_bytes, all) = (target.shared_bytes, index == 0);
+        let sources = linear::ampere_sources(most_bytes, all)
+            .chain(attention::ampere_sources(most_bytes, all))
+            .chain(norm::ampere_sources(most_bytes, all));
         sources.map(move |it| named(target, it))
     });
     of_hopper.chain(of_ampere).collect()
@@ -62,7 +64,7 @@ pub(crate) fn families(family: Option<Arch>) -> String {
     };
     let (own, others) = (names(true), names(false));
     if others.is_empty() {
-        format!("{}", family.name())
+        family.name().to_string()
     } else {
         format!("{} for {own}; portable for {others}", family.name())
     }

@@ -100,13 +100,14 @@ impl CudaKernel for AttentionAmpere {
     }
 }
 
-/// The kernels in bf16, where a block has so many bytes of shared memory.
-pub(super) fn kernels(most_bytes: usize) -> impl Iterator<Item = AttentionAmpere> {
-    let kinds = [(Mask::Every, false), (Mask::UpToOwn, false), (Mask::Documents, false), (Mask::UpToOwn, true)];
-    kinds.into_iter().flat_map(move |(mask, dropout)| {
-        [(Pass::Forward, 64), (Pass::Forward, 128), (Pass::Backward, 64), (Pass::Backward, 128)]
-            .into_iter()
-            .filter_map(move |(pass, head_dim)| AttentionAmpere::new(pass, "bf16", head_dim, mask, dropout, most_bytes))
+/// The kernels in bf16, for devices with this shared memory per block: those of a causal mask, and the
+/// others if `all` are asked for.
+pub(super) fn kernels(most_bytes: usize, all: bool) -> impl Iterator<Item = AttentionAmpere> {
+    let kinds = [(Mask::UpToOwn, false), (Mask::Every, false), (Mask::Documents, false), (Mask::UpToOwn, true)];
+    let passes = [(Pass::Forward, 64), (Pass::Forward, 128), (Pass::Backward, 64), (Pass::Backward, 128)];
+    kinds.into_iter().take(if all { kinds.len() } else { 1 }).flat_map(move |(mask, dropout)| {
+        let kernel = move |(pass, head_dim)| AttentionAmpere::new(pass, "bf16", head_dim, mask, dropout, most_bytes);
+        passes.into_iter().filter_map(kernel)
     })
 }
 

@@ -173,9 +173,10 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     kernels.chain(paged).map(cuda::named).chain([cuda::named(Documents)])
 }
 
-/// The kernels in bf16 for Ampere and later, where a block has so many bytes of shared memory.
-pub(crate) fn ampere_sources(most_bytes: usize) -> impl Iterator<Item = (String, String)> {
-    ampere::kernels(most_bytes).map(cuda::named).chain([cuda::named(Documents)])
+/// The kernels in bf16 for Ampere and later, for devices with this shared memory per block; those of
+/// a causal mask unless `all` are asked for.
+pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
+    ampere::kernels(most_bytes, all).map(cuda::named).chain([cuda::named(Documents)])
 }
 
 /// An attention that these kernels support.

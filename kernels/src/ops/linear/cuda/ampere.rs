@@ -152,17 +152,19 @@ impl CudaKernel for GemmAmpere {
     }
 }
 
-/// The kernels of training in bf16, for devices of which a block has so many bytes of shared memory:
-/// each with the first tile, the plain one with all.
-pub(super) fn kernels(most_bytes: usize) -> impl Iterator<Item = GemmAmpere> {
-    let kernel =
-        move |traits: Traits, tile: Tile| tile.stages(most_bytes).map(|stages| GemmAmpere { traits, tile, stages });
+/// The kernels of training in bf16, for devices with this shared memory per block: each with the
+/// first tile, the plain one with all. Unless `all` are asked for, one of each output dtype.
+pub(super) fn kernels(most_bytes: usize, all: bool) -> impl Iterator<Item = GemmAmpere> {
     let plain = Traits::plain(Numbers::Bf16);
     let f32 = |numbers| Traits { out_f32: true, ..Traits::plain(numbers) };
-    let of_first = Traits::of_training().into_iter().map(move |traits| (traits, TILES[0]));
+    let of_first = Traits::of_training().into_iter().map(|traits| (traits, TILES[0]));
     let others = TILES.into_iter().skip(1).map(move |tile| (plain, tile));
     let of_f32 = [(f32(Numbers::Tf32), TILES[0]), (f32(Numbers::SplitF32), SPLIT_TILES[0])];
-    of_first.chain(others).chain(of_f32).filter_map(move |(traits, tile)| kernel(traits, tile))
+    let wanted =
+        move |(traits, tile): &(Traits, Tile)| all || *tile == TILES[0] && (*traits == plain || traits.row_sums);
+    let kernel =
+        move |(traits, tile): (Traits, Tile)| tile.stages(most_bytes).map(|stages| GemmAmpere { traits, tile, stages });
+    of_first.chain(others).chain(of_f32).filter(wanted).filter_map(kernel)
 }
 
 /// The kernel for a product, and how it is cut; none where no tile is for it.

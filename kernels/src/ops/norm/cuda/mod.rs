@@ -90,8 +90,8 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
 }
 
 /// The same for Ampere and later, where a block has so many bytes of shared memory.
-pub(crate) fn ampere_sources(most_bytes: usize) -> impl Iterator<Item = (String, String)> {
-    sources(Arch::Sm80, most_bytes)
+pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
+    sources(Arch::Sm80, most_bytes).take(if all { usize::MAX } else { 1 })
 }
 
 fn sources(arch: Arch, most_bytes: usize) -> impl Iterator<Item = (String, String)> {
