@@ -15,6 +15,8 @@ torch: Any = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(BACKEND != "cuda", reason="for CUDA")
 
 ROUNDS = 1000
+# Cycles that a reader takes: longer than all that is computed meanwhile.
+READING = 80_000_000
 
 
 def test_pytorch_reads_in_place(model: fireclay.Model) -> None:
@@ -47,7 +49,7 @@ def test_readers_are_waited_for_and_wait(stories: Path) -> None:
             logits = model.logits(rows[at])
             with torch.cuda.stream(stream):
                 view = torch.from_dlpack(logits)
-                torch.cuda._sleep(200_000)
+                torch.cuda._sleep(READING)
                 copy = view.clone()
             address = view.data_ptr()
             del logits, view

@@ -11,7 +11,8 @@ pub const TRAINERS: [&str; 7] =
     ["gpt2-124m", "shakespeare-char", "llama-1b", "intent-slot", "cpu-4x128", "cpu-6x384", "cpu-6x256"];
 
 /// Sizes of `bench decode`.
-pub const DECODERS: [&str; 5] = ["qwen3-0.6b", "llama-15m", "gpt2-124m", "llama-1b", "qwen2.5-0.5b"];
+pub const DECODERS: [&str; 7] =
+    ["qwen3-0.6b", "llama-15m", "gpt2-124m", "llama-1b", "qwen2.5-0.5b", "llama-8b", "qwen3-4b"];
 
 /// Training of a language model.
 pub(super) struct TrainSize {
@@ -88,6 +89,15 @@ pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Fai
         "qwen2.5-0.5b" => {
             let config = TransformerConfig::qwen2(151_936, 32_768, 896, 24, 14).with_n_kv_heads(2).with_d_ff(4864);
             Ok((config.with_tied_embeddings(true), FloatDType::BF16))
+        }
+        // Llama 3.1's.
+        "llama-8b" => {
+            let config = TransformerConfig::llama(128_256, 32_768, 4096, 32, 32).with_n_kv_heads(8).with_d_ff(14_336);
+            Ok((config, FloatDType::BF16))
+        }
+        "qwen3-4b" => {
+            let config = TransformerConfig::qwen3(151_936, 32_768, 2560, 36, 32, 128);
+            Ok((config.with_n_kv_heads(8).with_d_ff(9728).with_tied_embeddings(true), FloatDType::BF16))
         }
         _ => Err(unknown("decode", name, &DECODERS)),
     }

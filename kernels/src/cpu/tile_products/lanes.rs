@@ -15,9 +15,6 @@ pub(super) trait Lanes: Copy {
     /// An f32 in each lane.
     type Floats: Copy;
 
-    /// Maximum rows of a panel.
-    const ROWS: usize;
-
     /// 64 bytes.
     unsafe fn bytes(self, at: *const u8) -> Self::Bytes;
     /// `a & mask`, for each byte.
@@ -71,8 +68,6 @@ impl Lanes for Portable {
     type Bytes = [u8; 64];
     type Ints = Array<i32>;
     type Floats = Array<f32>;
-
-    const ROWS: usize = 4;
 
     #[inline(always)]
     unsafe fn bytes(self, at: *const u8) -> Self::Bytes {

@@ -89,7 +89,7 @@ impl Instructions {
     fn panel_rows(self, left: usize) -> usize {
         let most = match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Vnni => x86::Avx512::ROWS,
+            Self::Avx512Vnni => WITH_32_REGISTERS,
             _ => FEW,
         };
         match left {
@@ -120,6 +120,9 @@ impl Instructions {
 
 /// Rows of a small panel.
 const FEW: usize = 4;
+/// The same with 32 vector registers of 512 bits.
+#[cfg(target_arch = "x86_64")]
+const WITH_32_REGISTERS: usize = 8;
 
 /// Work that is generic over instructions. Everything that it calls is inlined.
 trait Job {

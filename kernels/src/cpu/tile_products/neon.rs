@@ -30,8 +30,6 @@ impl Lanes for Neon {
     type Ints = Four<int32x4_t>;
     type Floats = Four<float32x4_t>;
 
-    const ROWS: usize = 4;
-
     #[inline(always)]
     unsafe fn bytes(self, at: *const u8) -> Self::Bytes {
         std::array::from_fn(|i| unsafe { vld1q_u8(at.add(16 * i)) })

@@ -15,8 +15,6 @@ impl Lanes for Avx512 {
     type Ints = __m512i;
     type Floats = __m512;
 
-    const ROWS: usize = 8;
-
     #[inline(always)]
     unsafe fn bytes(self, at: *const u8) -> __m512i {
         unsafe { _mm512_loadu_si512(at.cast()) }
@@ -110,8 +108,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type Bytes = Two<__m256i>;
     type Ints = Two<__m256i>;
     type Floats = Two<__m256>;
-
-    const ROWS: usize = 4;
 
     #[inline(always)]
     unsafe fn bytes(self, at: *const u8) -> Self::Bytes {

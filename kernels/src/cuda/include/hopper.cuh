@@ -294,11 +294,13 @@ struct Wgmma;
 template <>
 struct Wgmma<16> {
     WGMMA_OF_TILES(16, 8, "%8", "%9", "%10", "%11, %12")
+    WGMMA_OF_REGISTERS(16, 8, "{%8, %9, %10, %11}", "%12", "%13", "%14")
 };
 
 template <>
 struct Wgmma<32> {
     WGMMA_OF_TILES(32, 16, "%16", "%17", "%18", "%19, %20")
+    WGMMA_OF_REGISTERS(32, 16, "{%16, %17, %18, %19}", "%20", "%21", "%22")
 };
 
 template <>

@@ -18,10 +18,8 @@ pub(crate) mod route;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Tensor};
 
-#[cfg(all(feature = "cubecl", not(feature = "cuda")))]
-pub(crate) use self::cubecl::few_rows_product;
 #[cfg(feature = "cuda")]
-pub(crate) use self::cuda::{ampere_sources, few_rows_product, hopper_sources};
+pub(crate) use self::cuda::{FewRowsWeight, ampere_sources, few_rows_product, hopper_sources};
 use super::activation::{Activation, ActivationOps};
 use super::dropout::{Dropout, DropoutOps};
 use super::norm::{Norm, NormOps, norm_rows};

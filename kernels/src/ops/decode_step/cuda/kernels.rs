@@ -145,10 +145,12 @@ impl CudaKernel for DecodeStepFewRows {
     }
 }
 
-/// For up to 32 rows, with weights in bf16.
+/// For up to 32 rows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepManyRows {
     pub(super) rows: usize,
+    /// Format of quantized weights; others are bf16.
+    pub(super) format: Option<Format>,
     pub(super) sizes: Sizes,
 }
 
@@ -161,11 +163,11 @@ impl DecodeStepManyRows {
         3 * (self.rows * exchanged + pieces).next_multiple_of(512)
     }
 
-    /// The box loaded at a time of a weight with `rows` rows: groups of 64 columns, and rows of
-    /// each.
-    pub(super) fn weight_box(rows: usize) -> [usize; 2] {
+    /// The box loaded at a time of a weight with `rows` rows: lines of 128 bytes, and rows of
+    /// each. Stages have as many columns in INT8 as in bf16.
+    pub(super) fn weight_box(rows: usize, format: Option<Format>) -> [usize; 2] {
         let own = rows / CLUSTERS;
-        [STAGE / (own * GROUP_BYTES), own]
+        [STAGE / (own * GROUP_BYTES) / if format.is_some() { 2 } else { 1 }, own]
     }
 }
 
@@ -179,7 +181,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, None, include_str!("sm90/many_rows.cu"))
+        self.sizes.source(self.rows, self.format, include_str!("sm90/many_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -257,13 +259,16 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
         let epsilon = 1e-6f32.to_bits();
         Sizes { n_layers: 28, d_model: 1024, n_heads, n_kv_heads: n_heads / 2, d_ff, epsilon, wait_seconds: 1 }
     };
-    let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
+    let formats = [None, Some(Format::Int8)];
+    let kernels = move |sizes: Sizes| {
+        let of = move |format| MANY.map(|rows| DecodeStepManyRows { rows, format, sizes: sizes.clone() });
+        formats.into_iter().flat_map(of)
+    };
     let many = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels);
     let large = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter();
     let large = large.flat_map(|sizes| LARGE.map(|rows| DecodeStepLargeBatch { rows, sizes: sizes.clone() }));
     // With fewer rows they also sample, in functions that spill 16 bytes.
-    let few = [None, Some(Format::Int8)];
-    let few = few.map(|format| DecodeStepFewRows { rows: FEW_ROWS, format, sizes: sizes((16, 3072)) });
+    let few = formats.map(|format| DecodeStepFewRows { rows: FEW_ROWS, format, sizes: sizes((16, 3072)) });
     let few = few.into_iter().map(cuda::named);
     few.chain(many.map(cuda::named)).chain(large.map(cuda::named)).chain(any_shape::sources())
 }

@@ -1,5 +1,5 @@
 //! Fused decode steps for models of 1,024 columns with heads of 128, two per key head: one launch
-//! for up to 128 rows with bf16 weights; for up to four rows in bf16 or INT8, the launch includes
+//! for up to 128 rows with bf16 weights and 32 with INT8; for up to four rows, the launch includes
 //! the output head.
 
 use std::any::Any;
@@ -150,11 +150,10 @@ where
             let at = hold(Some(values), name)?;
             addresses.push(at);
             scales_at.push(hold(scales, name)?);
-            if !quantized {
-                // Gate and up are read separately.
-                let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
-                maps.extend(grouped_map(at, [rows, columns], tile).map_err(no_map)?);
-            }
+            // Gate and up are read separately. A map is of bf16: two columns of INT8 are one of it.
+            let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows }, format);
+            let columns = if quantized { columns / 2 } else { columns };
+            maps.extend(grouped_map(at, [rows, columns], tile).map_err(no_map)?);
         }
         scales_at.extend([embedding_scales, head_scales]);
         for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
@@ -193,9 +192,7 @@ where
     let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, format, sizes: sizes.clone() }.words());
     let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
     // A word that has not arrived yet has all bits set.
-    let many = MANY.into_iter().filter(|_| !quantized);
-    let many = many.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
-    let many: Vec<Vec<i32>> = many.collect();
+    let many = MANY.map(|rows| vec![-1; DecodeStepManyRows { rows, format, sizes: sizes.clone() }.words()]);
     let device = final_norm.gamma.device();
     let integers = |values| integers::<R, F, I, BT>(values, &device);
     let halves = |words| halves::<R, F, I, BT>(words, &device);
@@ -238,11 +235,11 @@ where
         sin: packed(sin, "sines")?,
         state: integers(vec![0; 64]),
         few: integers(few),
-        many: many.into_iter().map(integers).collect(),
+        many: many.map(integers).into_iter().collect(),
         large,
         _held: held,
     };
-    let most_rows = if quantized { FEW_ROWS } else { MOST_ROWS };
+    let most_rows = if quantized { MANY[MANY.len() - 1] } else { MOST_ROWS };
     Ok((body, most_rows))
 }
 
@@ -318,7 +315,7 @@ where
     }
     let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
     if let Some(variant) = MANY.iter().position(|most| rows <= *most) {
-        let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
+        let kernel = DecodeStepManyRows { rows: MANY[variant], format: body.format, sizes };
         let arguments = || all(tables(), &body.many[variant]);
         launch_tried(&body.state, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
     } else {

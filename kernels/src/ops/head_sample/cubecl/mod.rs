@@ -34,12 +34,11 @@ use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
 use crate::masked::MASKED;
 use crate::ops::linear::cubecl::cube_weight;
+use crate::ops::linear::cubecl::few_rows_product_of;
 use crate::ops::linear::cubecl::gemm::product;
 use crate::ops::linear::cubecl::layout::transposed;
 use crate::ops::linear::cubecl::skinny::{Epilogue, project_skinny};
-use crate::ops::linear::few_rows_product;
 use crate::ops::linear::route::SKINNY_ROWS;
-use crate::quant::Weight;
 use crate::random::RANGE;
 use crate::random::cubecl::{Rounds, column_bits, row_bits};
 use crate::tensor::{float, primitive};
@@ -160,11 +159,9 @@ where
 {
     fn logits(operands: Checked<Logits<Self>>) -> Tensor<Self, 2> {
         let Logits { hidden, weight } = operands.into_inner();
-        if let Weight::Float(weight) = &weight {
-            let [hidden, weight] = [&hidden, weight].map(|x| primitive(x.clone()));
-            if let Some(logits) = few_rows_product(&hidden, None, &weight, &Epilogue::none(DType::F32)) {
-                return float(logits);
-            }
+        let rows = primitive(hidden.clone());
+        if let Some(logits) = few_rows_product_of(&rows, None, &weight, &Epilogue::none(DType::F32)) {
+            return float(logits);
         }
         if hidden.dims()[0] <= SKINNY_ROWS {
             let weight = cube_weight(weight, hidden.dtype());

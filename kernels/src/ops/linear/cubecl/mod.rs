@@ -28,13 +28,15 @@ use crate::ops::activation::cubecl::{activate, activate_backward, activate_by_sl
 use crate::ops::dropout::cubecl::kept;
 use crate::ops::dropout::{Dropout, dropout_rows};
 #[cfg(feature = "cuda")]
-use crate::ops::linear::few_rows_product;
-#[cfg(not(feature = "cuda"))]
+#[cfg(feature = "cuda")]
+use crate::ops::linear::{FewRowsWeight, few_rows_product};
 use crate::ops::norm::cubecl::CubeNorm;
 use crate::ops::norm::cubecl::cube_norm;
 use crate::ops::norm::norm_rows;
 use crate::ops::weight::WeightOps;
 use crate::ops::weight::cubecl::cube_quantized;
+#[cfg(feature = "cuda")]
+use crate::quant::Format;
 use crate::quant::{Reader, Weight};
 use crate::random::RandomKey;
 use crate::random::cubecl::{Rounds, row_bits};
@@ -152,25 +154,39 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let LinearForward { x, norm, weight: Weight::Float(weight), bias, activation, residual, .. } = operands else {
-        return None;
-    };
+    let LinearForward { x, norm, weight, bias, activation, residual, .. } = operands;
     let x = primitive(x.clone());
     let norm = norm.clone().map(cube_norm);
     let [bias, residual] = [bias.clone().map(primitive), residual.clone().map(primitive)];
     let epilogue = Epilogue { bias, activation: *activation, residual, dtype: x.dtype };
-    few_rows_product(&x, norm.as_ref(), &primitive(weight.clone()), &epilogue).map(float)
+    few_rows_product_of(&x, norm.as_ref(), weight, &epilogue).map(float)
 }
 
-/// Without CUDA, there is no GEMM for few rows.
-#[cfg(not(feature = "cuda"))]
-pub(crate) fn few_rows_product<R: CubeRuntime>(
-    _: &CubeTensor<R>,
-    _: Option<&CubeNorm<R>>,
-    _: &CubeTensor<R>,
-    _: &Epilogue<R>,
-) -> Option<CubeTensor<R>> {
-    None
+/// The product of few rows on Hopper with a weight as it is stored. `None` if there is no kernel for
+/// it, as without CUDA.
+pub(crate) fn few_rows_product_of<R, B>(
+    x: &CubeTensor<R>,
+    norm: Option<&CubeNorm<R>>,
+    weight: &Weight<B>,
+    epilogue: &Epilogue<R>,
+) -> Option<CubeTensor<R>>
+where
+    R: CubeRuntime,
+    B: WeightOps + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    #[cfg(feature = "cuda")]
+    return match weight.clone() {
+        Weight::Float(weight) => few_rows_product(x, norm, FewRowsWeight::Float(&primitive(weight)), epilogue),
+        Weight::Quantized(weight) if weight.format == Format::Int8 => {
+            few_rows_product(x, norm, FewRowsWeight::Int8(&cube_quantized(weight)), epilogue)
+        }
+        _ => None,
+    };
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (x, norm, weight, epilogue);
+        None
+    }
 }
 
 /// A skinny projection, in one launch if the kernel also computes the norm before it.

@@ -12,7 +12,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
-pub(crate) use self::few_rows::few_rows_product;
+pub(crate) use self::few_rows::{FewRowsWeight, few_rows_product};
 use self::split::split;
 use super::cubecl::gemm_tensor_cores::Added;
 use super::cubecl::layout::{k_major, transposed};

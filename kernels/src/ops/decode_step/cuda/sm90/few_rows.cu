@@ -156,14 +156,6 @@ __device__ __forceinline__ uint4 shared_16(u32 at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
-// Two of four signed bytes, by the bytes of `x`, as bf16: 128 + (the lower seven bits), less 128
-// and the sign's 128.
-__device__ __forceinline__ u32 from_bytes(u32 four, u32 which) {
-    const u32 x = __byte_perm(four, 0, which);
-    u32 v;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
-    return v;
-}
 // Eight weights of a row, as bf16.
 __device__ __forceinline__ uint4 shared_weights(u32 at) {
     if (!INT8) return shared_16(at);

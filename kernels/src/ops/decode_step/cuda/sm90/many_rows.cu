@@ -19,6 +19,14 @@
 //                              |         |         |   half of the rows is block 0's, the lower block 1's
 //                              +---------+---------+
 //
+// INT8 weights come through the same ring: 128 columns are a line of 128 bytes, as 64 are in bf16.
+// A lane's word of a tile has four adjacent columns, which become two registers of `mma`:
+//
+//   columns of 16    0  1  2  3   4  5  6  7   ..  15      four bytes a lane
+//   k of `mma`       0  1  8  9   2  3  10 11  ..          so the input is stored in this order
+//
+// Sums are multiplied by a row's scale where they are complete.
+//
 // A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no
 // exchange of its own. Pages of all kv heads of all rows are shared out so that blocks take equally
 // long; where a head's pages are several blocks', the first of these puts it together.
@@ -27,7 +35,9 @@ constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THR
 constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
 constexpr int STAGE = 16384;
 // Stages on their way at once: more would make what few rows exchange wait behind them.
-constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 3;
+constexpr int IN_FLIGHT = (BATCH <= 8 ? 2 : 3) * (INT8 ? 2 : 1);
+// Groups of 64 columns in a line of 128 bytes.
+constexpr int GROUPS_A_LINE = INT8 ? 2 : 1;
 
 // A cluster's rows of a weight [N, K], and a block's columns.
 template <int N, int K>
@@ -37,8 +47,9 @@ struct Product {
     static constexpr int TILES = ALL / 16, PARTS = TILES >= WARPS ? 1 : WARPS / TILES;
     // 64 columns are a group, of which a stage holds some.
     static constexpr int PER_STAGE = STAGE / (ALL * 128), GROUPS = COLUMNS / 64, STAGES = (GROUPS + PER_STAGE - 1) / PER_STAGE;
+    static constexpr int STAGE_BYTES = PER_STAGE / GROUPS_A_LINE * ALL * 128;
     static constexpr int PITCH = ALL + 8;              // of sums
-    static_assert(N % (BLOCKS * 8) == 0 && K % (CLUSTER * 256) == 0 && GROUPS % PER_STAGE == 0 && GROUPS % PARTS == 0, "sizes");
+    static_assert(N % (BLOCKS * 8) == 0 && K % (CLUSTER * 256) == 0 && GROUPS % PER_STAGE == 0 && GROUPS % PARTS == 0 && PER_STAGE % GROUPS_A_LINE == 0, "sizes");
 };
 using Qkv = Product<QKV_ROWS, D_MODEL>;
 using Out = Product<D_MODEL, HEADS_WIDTH>;
@@ -54,7 +65,8 @@ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 struct Step {
     const TensorMap* maps;
     const Layer* layers;
-    const u16 *embedding, *final_norm;
+    const Weight* embedding;
+    const u16* final_norm;
     const float *cos, *sin;                            // [positions, HEAD_DIM / 2]
     State* state;
     u32* scratch;
@@ -62,9 +74,21 @@ struct Step {
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
     int rows, pages_a_row, vocabulary, last_position;
+    const Scales* scales;                              // of each block
 
-    __device__ __forceinline__ const u32* embedded(int row) const {
-        return reinterpret_cast<const u32*>(embedding) + static_cast<u64>(min(max(ids[row], 0), vocabulary - 1)) * (D_MODEL / 2);
+    __device__ __forceinline__ int id(int row) const { return min(max(ids[row], 0), vocabulary - 1); }
+    // A pair of columns of a row's embedding.
+    __device__ __forceinline__ u32 embedded(int row, int pair) const {
+        const u64 at = static_cast<u64>(id(row)) * (D_MODEL / 2) + pair;
+        if (!INT8) return reinterpret_cast<const u32*>(embedding)[at];
+        const u32 bytes = reinterpret_cast<const u16*>(embedding)[at];
+        const float scale = scales->embedding[id(row)];
+        return pack(static_cast<signed char>(bytes) * scale, static_cast<signed char>(bytes >> 8) * scale);
+    }
+    // Four of them.
+    __device__ __forceinline__ uint4 four_embedded(int row, int pair) const {
+        if (INT8) return make_uint4(embedded(row, pair), embedded(row, pair + 1), embedded(row, pair + 2), embedded(row, pair + 3));
+        return *reinterpret_cast<const uint4*>(reinterpret_cast<const u32*>(embedding) + static_cast<u64>(id(row)) * (D_MODEL / 2) + pair);
     }
 };
 
@@ -153,7 +177,8 @@ struct Producer {
     __device__ __forceinline__ void weight(const TensorMap* map, u32 cluster, u32 rank) {
         #pragma unroll 1
         for (int s = 0; s < S::STAGES; s++) {
-            if (open(S::PER_STAGE * S::ALL * 128)) load_groups(ring.stage(), map, rank * S::GROUPS + s * S::PER_STAGE, cluster * S::ALL, ring.full());
+            const int line = (rank * S::GROUPS + s * S::PER_STAGE) / GROUPS_A_LINE;
+            if (open(S::STAGE_BYTES)) load_groups(ring.stage(), map, line, cluster * S::ALL, ring.full());
             ring.advance();
         }
     }
@@ -182,9 +207,10 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, u32 cl
         p.weight<Out>(maps + OUT_MAP, cluster, rank);
         #pragma unroll 1
         for (int s = 0; s < Half::STAGES; s++) {
+            const int line = (rank * Half::GROUPS + s * Half::PER_STAGE) / GROUPS_A_LINE;
             #pragma unroll
             for (int part = 0; part < 2; part++) {
-                if (p.open(Half::PER_STAGE * Half::ALL * 128)) load_groups(p.ring.stage(), maps + UP_MAP, rank * Half::GROUPS + s * Half::PER_STAGE, part * D_FF + cluster * Half::ALL, p.ring.full());
+                if (p.open(Half::STAGE_BYTES)) load_groups(p.ring.stage(), maps + UP_MAP, line, part * D_FF + cluster * Half::ALL, p.ring.full());
                 p.ring.advance();
             }
         }
@@ -247,7 +273,7 @@ struct Consumer {
                     v[i][j] = make_uint4(0, 0, 0, 0);
                     if (row >= step.rows) continue;
                     if (NORMED && embedded) {
-                        v[i][j] = *reinterpret_cast<const uint4*>(step.embedded(row) + offset);
+                        v[i][j] = step.four_embedded(row, offset);
                     } else {
                         v[i][j] = ask(at + i * (APART * WIDTH / 2) + j * 128);
                     }
@@ -284,10 +310,27 @@ struct Consumer {
                     squares[i] = square;
                 }
                 #pragma unroll
-                for (int j = 0; j < EACH; j++) keep(to + j * 4 * (ROWS * 128) + swizzled(row, chunk % 8), v[i][j]);
+                for (int j = 0; j < EACH; j++) keep_input(to + j * 4 * (ROWS * 128), row, chunk % 8, v[i][j]);
             }
         }
         consumers_sync();
+    }
+    // Eight columns of a row of the input, which are a chunk; for INT8 those of two chunks are put
+    // into the order of the weight's words.
+    static __device__ __forceinline__ void keep_input(u32 to, u32 row, u32 chunk, uint4 v) {
+        if (!INT8) {
+            keep(to + swizzled(row, chunk), v);
+            return;
+        }
+        const u32 even = chunk & ~1u, at = chunk % 2 * 8;
+        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + swizzled(row, even) + at), "r"(v.x), "r"(v.z) : "memory");
+        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + swizzled(row, even + 1) + at), "r"(v.y), "r"(v.w) : "memory");
+    }
+    // Of a group in a stage, a tile of 16 rows: the address of its lines, with the first chunk that
+    // is the group's, which swizzling leaves apart.
+    template <class S>
+    static __device__ __forceinline__ u32 tile_of(u32 stage, int group, u32 tile) {
+        return stage + group / GROUPS_A_LINE * (S::ALL * 128) + tile * 2048 + group % GROUPS_A_LINE * 64;
     }
     // 64 columns of the input from `input` on, by a tile of 16 rows of the weight at `tile`. Two
     // chains of products, which `join` adds.
@@ -295,6 +338,7 @@ struct Consumer {
     using Sums = float[CHAINS][M_TILES][2][4];
     __device__ __forceinline__ u32 product(Sums& c, u32 input, u32 tile) {
         // All loads come first: a product would wait for each.
+        if (INT8) return product_of_bytes(c, input, tile);
         Four a[4][M_TILES], b[4];
         #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -311,6 +355,27 @@ struct Consumer {
             }
         }
         return b[3].v[3];
+    }
+    __device__ __forceinline__ u32 product_of_bytes(Sums& c, u32 input, u32 tile) {
+        Four a[4][M_TILES], b[2];
+        const u32 lines = tile & ~64u, chunks = at_weight ^ (tile & 64);
+        #pragma unroll
+        for (int k = 0; k < 2; k++) b[k] = matrices(lines + (chunks ^ 32 * k));
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            #pragma unroll
+            for (int m = 0; m < M_TILES; m++) a[k][m] = matrices(input + (at_input ^ 32 * k) + m * 2048);
+        }
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 four = b[k / 2].v[2 * half + k % 2], b0 = from_bytes(four, 0x4140), b1 = from_bytes(four, 0x4342);
+                #pragma unroll
+                for (int m = 0; m < M_TILES; m++) multiply(c[k % CHAINS][m][half], a[k][m], b0, b1);
+            }
+        }
+        return b[1].v[3];
     }
     static __device__ __forceinline__ void join(Sums& c) {
         #pragma unroll
@@ -346,7 +411,7 @@ struct Consumer {
             const int begin = s * S::PER_STAGE;
             #pragma unroll 1
             for (int k = max(from, begin); k < min(to, begin + S::PER_STAGE); k++)
-                last = product(c, base + AT_INPUT + k * (ROWS * 128), ring.stage() + (k - begin) * (S::ALL * 128) + tile * 2048);
+                last = product(c, base + AT_INPUT + k * (ROWS * 128), tile_of<S>(ring.stage(), k - begin, tile));
             __syncwarp();
             ring.release(lane, last, nil);
         }
@@ -394,7 +459,7 @@ struct Consumer {
             if (active && (s & 1) == mine) {
                 #pragma unroll 1
                 for (int k = max(from, begin); k < min(to, begin + S::PER_STAGE); k++)
-                    last = product(c, base + AT_INPUT + k * (ROWS * 128), ring.stage() + (k - begin) * (S::ALL * 128) + tile * 2048);
+                    last = product(c, base + AT_INPUT + k * (ROWS * 128), tile_of<S>(ring.stage(), k - begin, tile));
             }
             __syncwarp();
             ring.release(lane, last, nil);
@@ -441,13 +506,13 @@ struct Consumer {
         return rsqrtf(s / D_MODEL + EPSILON);
     }
     // To the residual stream.
-    __device__ __forceinline__ void add(u32* to) {
+    __device__ __forceinline__ void add(u32* to, const float* scales) {
         constexpr int PAIRS = Out::OWN / 2;
-        const u32 row = thread / PAIRS, pair = thread % PAIRS;
+        const u32 row = thread / PAIRS, pair = thread % PAIRS, at = (cluster * Out::ALL + rank * Out::OWN) / 2 + pair;
         if (row >= step.rows) return;
-        const float2 s = total<Out::OWN>(AT_SLOTS_1, row, 2 * pair);
-        residual.x += s.x, residual.y += s.y;
-        publish(to + row * (D_MODEL / 2) + (cluster * Out::ALL + rank * Out::OWN) / 2 + pair, pack(residual.x, residual.y));
+        const float2 s = total<Out::OWN>(AT_SLOTS_1, row, 2 * pair), scale = scales_of(scales, 2 * at);
+        residual.x += s.x * scale.x, residual.y += s.y * scale.y;
+        publish(to + row * (D_MODEL / 2) + at, pack(residual.x, residual.y));
     }
 };
 static_assert(BATCH * Out::OWN / 2 <= CONSUMERS, "residual");
@@ -487,7 +552,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         const u32 row = c.thread / PAIRS, pair = c.thread % PAIRS;
         c.residual = make_float2(0, 0);
         if (row < step.rows) {
-            const u32 v = step.embedded(row)[(cluster * Out::ALL + rank * Out::OWN) / 2 + pair];
+            const u32 v = step.embedded(row, (cluster * Out::ALL + rank * Out::OWN) / 2 + pair);
             c.residual = make_float2(low(v), high(v));
         }
     }
@@ -497,6 +562,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
     for (int l = 0; l < N_LAYERS; l++) {
         c.forget();
         const Layer& layer = step.layers[l];
+        const Scales of = INT8 ? step.scales[l] : Scales{};
         c.arm(0, CLUSTER * Qkv::OWN + SQUARES);
         c.load<Qkv::COLUMNS, D_MODEL, true>(set + X, 0, layer.attention_norm, l == 0);
         c.products<Qkv, true>(0, c.base + AT_SLOTS_0);
@@ -508,7 +574,9 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
                 const u32 row = i / PAIRS, pair = i % PAIRS;
                 const float2 s = c.total<Qkv::OWN>(AT_SLOTS_0, row, 2 * pair);
                 const float f = c.factor(row);
-                publish(set + Q + row * (QKV_ROWS / 2) + (cluster * Qkv::ALL + rank * Qkv::OWN) / 2 + pair, pack(s.x * f, s.y * f));
+                const int at = (cluster * Qkv::ALL + rank * Qkv::OWN) / 2 + pair;
+                const float2 scale = scales_of(of.qkv, 2 * at);
+                publish(set + Q + row * (QKV_ROWS / 2) + at, pack(s.x * f * scale.x, s.y * f * scale.y));
             }
         }
         c.arm(1, CLUSTER * Out::OWN);
@@ -522,7 +590,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, 1, nullptr, false);
         c.products<Out, false>(1, c.base + AT_SLOTS_1);
         c.gather(1, 0);
-        c.add(set + Y);
+        c.add(set + Y, of.out);
         c.arm(0, CLUSTER * UP_PARTS * 2 * Half::OWN + SQUARES);
         c.load<Half::COLUMNS, D_MODEL, true>(set + Y, 2, layer.feed_forward_norm, false);
         c.products_up();
@@ -535,8 +603,10 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
                 auto total = [&](u32 n) { return c.total<2 * Half::OWN, CLUSTER * UP_PARTS>(AT_SLOTS_0, row, n); };
                 const float2 gate = total(2 * pair), up = total(Half::OWN + 2 * pair);
                 const float f = c.factor(row);
-                const u32 v = pack(gated(gate.x * f, up.x * f), gated(gate.y * f, up.y * f));
-                publish(set + H + row * (D_FF / 2) + (cluster * Half::ALL + rank * Half::OWN) / 2 + pair, v);
+                const int at = (cluster * Half::ALL + rank * Half::OWN) / 2 + pair;
+                const float2 of_gate = scales_of(of.up, 2 * at), of_up = scales_of(of.up, D_FF + 2 * at);
+                const float g[2] = {gate.x * f * of_gate.x, gate.y * f * of_gate.y}, u[2] = {up.x * f * of_up.x, up.y * f * of_up.y};
+                publish(set + H + row * (D_FF / 2) + at, pack(gated(g[0], u[0]), gated(g[1], u[1])));
             }
         }
         c.arm(1, CLUSTER * Down::OWN);
@@ -551,7 +621,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         c.gather(1, 1);
         // What was computed behind a wait that was too long is no number.
         if (l == N_LAYERS - 1 && Watch::dead()) c.residual.x = c.residual.y = __int_as_float(0x7fc00000);
-        c.add(next + X);
+        c.add(next + X, of.down);
         u32* const last = set;
         set = next, next = before, before = last;
     }
@@ -583,11 +653,12 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) decode_step_many_rows(
-    const Layer* layers, const TensorMap* maps, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
+    const Layer* layers, const TensorMap* maps, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
     const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.last_position)};
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.last_position),
+        reinterpret_cast<const Scales*>(numbers.scales)};
     if (failed(state, step.hidden, step.rows)) return;
     const StageRing ring{shared_address(memory)};
     if (threadIdx.x < 4 * WARPS) reinterpret_cast<u32*>(memory + AT_WAITED)[threadIdx.x] = 0;

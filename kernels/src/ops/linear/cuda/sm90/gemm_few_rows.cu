@@ -21,16 +21,21 @@
 // Of a gated activation a tile has the columns of a gate, and those of what it gates: `b` has all
 // gates first.
 //
+// INT8: `b` has bytes, with a scale for each of its columns, by which sums are multiplied. A stage
+// has twice the depth, in as many bytes of `b`. wgmma takes the weights from registers: a lane reads
+// the pairs of bytes that it has of a tile of [64, 16], and turns them into bf16.
+//
 // Compiled with: HALF, TOKENS (16, 32, 64, 128), WARPGROUPS (1, 2) that multiply 64 columns each,
 // SPLIT (1, 2, 4, 8), STAGES, OUT_F32 (1: the result is f32), ACTIVATION (0: none; 1: GELU by tanh;
 // 2: ReLU; 3: SiLU), GATED (1, with two warpgroups: the first one has the gates), NORM (1: there is
-// an RMS norm).
+// an RMS norm), INT8 (1; without a norm, in bf16).
 
-constexpr int DEPTH = 64;
+// Columns of `a` in a line of 128 bytes, and of a stage.
+constexpr int LINE = 64, DEPTH = INT8 ? 2 * LINE : LINE;
 constexpr int WEIGHTS = 64 * WARPGROUPS;
 constexpr int CONSUMERS = WARPGROUPS * WARPGROUP;
 constexpr int THREADS = CONSUMERS + 32;
-constexpr int B_BYTES = WEIGHTS * DEPTH * 2;
+constexpr int B_BYTES = WEIGHTS * ROW_BYTES;
 constexpr int STAGE_BYTES = B_BYTES + TOKENS * DEPTH * 2;
 // Columns of the result that a tile has.
 constexpr int COLUMNS = GATED ? WEIGHTS / 2 : WEIGHTS;
@@ -51,10 +56,11 @@ struct Info {
     u64 gamma;                                             // 1: of f32; 2: of 16 bits
     u64 epsilon;                                           // bits of an f32
 };
+static_assert(!(INT8 && NORM), "a norm is another launch");
 
 struct Buffers {
     void* out;
-    const void *bias, *residual, *gamma;
+    const void *bias, *residual, *gamma;                   // of INT8, the last are the scales
 };
 
 struct Shared {
@@ -99,9 +105,11 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
             barrier_expect(full, STAGE_BYTES);
             for (int half = 0; half <= GATED; half++) {
                 int column = schedule.column() + half * static_cast<int>(info.n / 2);
-                tma_load(b + half * (B_BYTES / 2), b_map, step * DEPTH, column, full);
+                tma_load(b + half * (B_BYTES / 2), b_map, step * LINE, column, full);
             }
-            tma_load(shared.a(at.stage), a_map, step * DEPTH, schedule.row(), full);
+            for (int line = 0; line < DEPTH / LINE; line++) {
+                tma_load(shared.a(at.stage) + line * (TOKENS * ROW_BYTES), a_map, step * DEPTH + line * LINE, schedule.row(), full);
+            }
             at.advance();
         }
     }
@@ -146,6 +154,24 @@ __device__ __forceinline__ Quad total(const Shared& shared, int row, int column)
     return sum;
 }
 
+// Four sums, of INT8 multiplied by the scales of their columns of `b`.
+__device__ __forceinline__ Quad scaled(Quad sum, const Buffers& buffers, int column) {
+    if (INT8) {
+        Quad scale = four_of(buffers.gamma, 1, column);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) sum.v[i] *= scale.v[i];
+    }
+    return sum;
+}
+
+// Two signed bytes as two bf16: 128 + (the lower seven bits), less 128 and the sign's 128.
+__device__ __forceinline__ u32 from_bytes(u32 two) {
+    const u32 x = __byte_perm(two, 0, 0x4140);
+    u32 pair;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
+    return pair;
+}
+
 // 1 / rms of a row, from all blocks' sums of squares.
 __device__ __forceinline__ float inverse_rms(const Info& info, const Shared& shared, int row) {
     float sum = 0.0f;
@@ -174,10 +200,10 @@ __device__ __forceinline__ void write(const Buffers& buffers, const Info& info, 
         if (info.adds_residual) {
             residual = *reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(buffers.residual) + to);
         }
-        Quad sum = total(shared, in_row, in_column), bias = four_of(buffers.bias, info.bias, to_column);
+        Quad sum = scaled(total(shared, in_row, in_column), buffers, to_column), bias = four_of(buffers.bias, info.bias, to_column);
         Quad gated = {}, gated_bias = {};
         if (GATED) {
-            gated = total(shared, in_row, in_column + COLUMNS);
+            gated = scaled(total(shared, in_row, in_column + COLUMNS), buffers, to_column + columns);
             gated_bias = four_of(buffers.bias, info.bias, to_column + columns);
         }
         float factor = NORM ? inverse_rms(info, shared, in_row) : 1.0f;
@@ -204,6 +230,10 @@ struct Consumer {
     float squares[SHARES];
 
     __device__ __forceinline__ void multiply(const Shared& shared, const Schedule& schedule, const Buffers& buffers, const Info& info) {
+        if (INT8) {
+            multiply_bytes(shared, schedule);
+            return;
+        }
         int before = 0, warpgroup = threadIdx.x / WARPGROUP;
         #pragma unroll
         for (int i = 0; i < SHARES; i++) {
@@ -230,6 +260,50 @@ struct Consumer {
             if (step > schedule.begin) {
                 wgmma_wait<1>();
                 release(shared, before);
+            }
+            before = at.stage;
+            at.advance();
+        }
+        wgmma_wait<0>();
+        release(shared, before);
+    }
+
+    // The same with INT8: half a stage at a time is in registers, while wgmma works on the other.
+    __device__ __forceinline__ void multiply_bytes(const Shared& shared, const Schedule& schedule) {
+        constexpr int HALF_STEPS = LINE / 16;
+        u32 weights[2][HALF_STEPS][4];
+        int before = 0;
+        const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, in_line = lane % 4 * 2;
+        for (int step = schedule.begin; step < schedule.end; step++) {
+            barrier_wait(shared.full(at.stage), at.parity);
+            const u32 line = shared.b(at.stage) + row * ROW_BYTES + in_line;
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                // What wgmma still reads are the registers of the other half.
+                if (step > schedule.begin) {
+                    wgmma_wait<1>();
+                    if (half == 1) {
+                        release(shared, before);
+                    }
+                }
+                #pragma unroll
+                for (int k = 0; k < HALF_STEPS; k++) {
+                    const u32 chunk = (half * HALF_STEPS + k) ^ row % 8;
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        // Rows `row` and eight further; columns from 2 (lane % 4) on, and eight further.
+                        unsigned short two;
+                        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(two) : "r"(line + (chunk << 4) + i % 2 * (8 * ROW_BYTES) + i / 2 * 8) : "memory");
+                        weights[half][k][i] = from_bytes(two);
+                    }
+                }
+                wgmma_fence();
+                #pragma unroll
+                for (int k = 0; k < HALF_STEPS; k++) {
+                    u64 a_tile = tile_descriptor<64>(shared.a(at.stage) + half * (TOKENS * ROW_BYTES) + k * 32);
+                    Wgmma<TOKENS>::template multiply<0>(sums, weights[half][k], a_tile, step > schedule.begin || half > 0 || k > 0);
+                }
+                wgmma_commit();
             }
             before = at.stage;
             at.advance();
