@@ -41,9 +41,9 @@ impl AttentionAmpere {
         dropout: bool,
         most_bytes: usize,
     ) -> Option<Self> {
-        // Scores of 32 queries and the output are in a warp's registers.
+        // Scores of 32 queries and the output are in a warp's registers, and with dropout random bits.
         let tiles: &[[usize; 3]] = match (pass, head_dim) {
-            (Pass::Forward, 64) => &[[128, FORWARD_QUERIES, 1]],
+            (Pass::Forward, 64) if !dropout => &[[128, FORWARD_QUERIES, 1]],
             (Pass::Forward, _) => &[[64, FORWARD_QUERIES, 1]],
             (Pass::Backward, 64) => &[[128, 128, 2], [128, 64, 1]],
             (Pass::Backward, _) => &[[128, 64, 2], [64, 64, 1]],
