@@ -146,9 +146,9 @@ impl<R: CubeRuntime> Fused<R> {
         let arguments = heads.iter().flat_map(|heads| heads.strides).fold(arguments, Arguments::word);
         // SAFETY: heads are read and written in pieces of 16 bytes, which `Fused::new` found to be aligned,
         // below the numbers of batches, heads and rows; what is known of rows below the number of
-        // queries; lengths are there for each row of the batch, and documents are known of each token.
-        // Backward sums and marks are there for each tile of queries of all heads; a tile's are written
-        // by one block at a time, whose turn the marks tell, which are 0 before and after.
+        // queries; each row of the batch has a length, and each tile of tokens its documents' data.
+        // Each tile of queries of all heads has sums and a mark; a tile's are written by one block at a
+        // time, whose turn the marks tell, which are 0 before and after.
         unsafe { cuda::launch(x, kernel, blocks as u32, arguments) };
     }
 }

@@ -21,8 +21,8 @@ use crate::ops::dropout::Dropout;
 const DEPTH_BYTES: usize = 64;
 pub(super) const DEPTH: usize = DEPTH_BYTES / 2;
 const WORK_BYTES: usize = 32;
-/// Shared memory that a block costs besides its own, and that of a multiprocessor besides the most of
-/// a block.
+/// Shared memory that the system reserves per block: a multiprocessor has this much more than a block
+/// may take.
 const RESERVED_BYTES: usize = 1 << 10;
 
 /// A tile that a block computes, and what it costs, in microseconds on an H200: a stage, the end, the

@@ -38,7 +38,7 @@ impl GemmHopper {
         self.columns / (1 + usize::from(self.traits.gated))
     }
 
-    /// Shared memory besides the stages: the output, the bias, and barriers.
+    /// Shared memory other than the stages: the output, the bias, and barriers.
     fn other_bytes(&self) -> usize {
         let out = if self.traits.out_f32 { 0 } else { ROWS * self.out_columns() * 2 };
         CONSUMERS * (out + self.columns * 4) + 256

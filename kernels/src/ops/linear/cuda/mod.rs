@@ -194,7 +194,7 @@ enum Epilogue<R: CubeRuntime> {
     /// f32: whether to add to the destination, and where to write the row sums of `a` over each
     /// stage, f32 `[stages, m]`.
     Sums(bool, Option<CubeTensor<R>>),
-    /// Dropout, and a residual `[m, n]` to add, if they are there.
+    /// Optional dropout, and an optional residual `[m, n]` to add.
     Residual(Option<Dropout>, Option<CubeTensor<R>>),
     /// A nonlinearity by its number in the source, whether it gates, and where its slopes go, `[m,
     /// columns of b]`.
@@ -321,7 +321,7 @@ fn takes_sums<R: CubeRuntime>(sum: &mut CubeTensor<R>, shape: [usize; 2]) -> boo
 
 /// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in its place, where there is one, which has no gaps,
 /// begins at a multiple of 8 bytes, and is nobody else's. None where the device is no Hopper GPU,
-/// the product is too small, or rows lie as TMA cannot read them.
+/// the product is too small, or TMA cannot read the rows.
 fn f32_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,

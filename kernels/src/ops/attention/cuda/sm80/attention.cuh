@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 chunk_of(int row, int chunk) {
     return chunk / 8 * ROWS * ROW + row * ROW + ((chunk % 8 ^ row % 8) << 4);
 }
 
-// Copies ROWS rows of a head, of which `left` are there: the others become zeros.
+// Copies ROWS rows of a head, of which `left` exist: the others become zeros.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void copy_rows(u32 to, const unsigned short* from, u64 stride, int left) {
     constexpr int ACROSS = HEAD_DIM / 8, APART = THREADS / ACROSS;

@@ -1,5 +1,5 @@
-// Attention, backward (Dao, 2023): a block keeps a tile of keys and values, and goes through the
-// queries and the output's gradients, those of all heads that share the keys. Scores are transposed: a
+// Attention, backward (Dao, 2023): a block keeps a tile of keys and values, and iterates over the
+// queries and the output's gradients of all heads that share the keys. Scores are transposed: a
 // key has a row.
 //
 //   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)     dV += P^T dO     dK += dS^T Q     dQ += dS K
@@ -9,7 +9,7 @@
 //
 //   copies      Q(i+1), dO(i+1)
 //   products    S(i), dP(i)        P, dS to shared memory | dV(i), dK(i), dQ(i), to memory
-//              ^ barrier: Q(i), dO(i) are there           ^ barrier: P(i), dS(i) are there
+//              ^ barrier: Q(i), dO(i) have arrived        ^ barrier: P(i), dS(i) are stored
 //
 // Sums of dQ are added up in f32, in memory. Equal inputs give equal bits, since the order is fixed:
 // blocks take tiles of keys by a ticket, from a head's last to its first, and each begins with the
@@ -147,8 +147,8 @@ struct Order {
 // if any.
 enum Kind { STORE = 1, ADD, FINISH, ALONE };
 
-// One thread: waits until all tiles of keys whose turn is before have added to a tile of queries, where
-// these were not yet `there` when the step began.
+// One thread: waits until all tiles of keys with an earlier turn have added to a tile of queries.
+// `there`: how many had when the step began.
 __device__ __forceinline__ int await_turn(const u32* count, u32 there, const Order& order, int tile) {
     u32 before = order.first - tile;
     #pragma unroll 1
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         };
         #pragma unroll 1
         for (; left > 0; left--) {
-            // The queries are there; P and dS before are read, and dQ before is added.
+            // The queries have arrived; all warps have read the previous P and dS, and added dQ.
             copies_wait<0>();
             __syncthreads();
             u64 of_tile = (static_cast<u64>(keys.batch) * heads + head) * query_tiles + block;
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     }
                 }
             }
-            // Here, where what was added is long there: the fence waits for it.
+            // Late in the step: the fence waits for the additions, which are complete by now.
             tell();
             if (threadIdx.x == 0) {
                 Order order(info, keys, block, rows);

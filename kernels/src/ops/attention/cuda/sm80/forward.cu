@@ -1,11 +1,11 @@
 // Attention, forward (Dao, 2023): a block keeps a tile of 128 queries, 32 for each of four warps, and
-// goes through keys and values, the last ones first.
+// iterates over keys and values, the last ones first.
 //
 //   copies      V(i)                        K(i - 1)
 //   products           S = Q K(i)^T                    softmax, O = O * correction + P V(i)
-//               ^ K(i) is there             ^ V(i) is there
+//               ^ K(i) has arrived          ^ V(i) has arrived
 //
-// Two blocks are on a multiprocessor, so that one multiplies while the other waits or has its softmax.
+// Two blocks share a multiprocessor, so one multiplies while the other waits or computes its softmax.
 //
 // Compiled with: KEYS (keys of a block, 64 or 128), and what attention.cuh says.
 
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     #pragma unroll 1
     for (int block = seen.range.end - 1; block >= seen.range.begin; block--) {
-        // The keys are there, and the values before are read.
+        // The keys have arrived, and all warps have read the previous values.
         copies_wait<0>();
         __syncthreads();
         copy_keys(v_tile, v, launch.v.row, block);
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 }
             }
         }
-        // The values are there, and the keys are read.
+        // The values have arrived, and all warps have read the keys.
         copies_wait<0>();
         __syncthreads();
         if (block > seen.range.begin) {

@@ -1,5 +1,5 @@
-// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there,
-// or (a * b) * slopes, for 16-bit matrices on Ampere and later; or out = a * b for f32.
+// out = activation(a * b + bias), or dropout(a * b + bias) + residual, each part optional, or
+// (a * b) * slopes, for 16-bit matrices on Ampere and later; or out = a * b for f32.
 //
 //                          b  K x N
 //                        +---------+            A block computes a tile of ROWS x COLUMNS, each of its warps a part of
@@ -11,12 +11,12 @@
 //   |               |    | w2 | w3 |   products  | s,0 | s,1 | s,2 | s,3
 //   +---------------+    +----+----+
 //
-// Blocks stay: each takes whole tiles, `whole_rounds` of them, one after the other, and copies the
-// first stages of the next one while it writes a result. What tiles are left, too few for all
-// blocks, are cut along K into as many equal runs as there are blocks (stream-K: Osama et al.,
-// 2023). Where a tile was cut, the block that has its end adds what the blocks before it have left
-// in `partial`, in a fixed order, so that equal inputs give equal bits. A block takes its pieces
-// from the last to the first: it waits only for what blocks of lower numbers do first.
+// Blocks are persistent: each computes whole tiles, one after another, and copies the first stages
+// of the next one while it writes a result. The remaining tiles, too few for all blocks, are cut
+// along K into one run of equal length per block (stream-K: Osama et al., 2023). The block with the
+// end of a cut tile adds the partial sums that earlier blocks stored in `partial`, in a fixed order,
+// so equal inputs give equal bits. A block computes its runs from the last to the first, so it waits
+// only for what blocks of lower numbers do first.
 //
 // In shared memory a matrix that is contiguous along K has rows of DEPTH_BYTES of K; one that is
 // contiguous along M or N has blocks of 64 of these, K rows of 128 bytes each. Chunks of 16 bytes
@@ -78,14 +78,13 @@ struct Info {
     Strides a, b;
     // Elements between two rows of `other`.
     u64 other_stride;
-    // Tiles of the result along M and N, stages of each, and how many tiles are computed as a whole.
+    // Tiles of the result along M and N, stages per tile, and the number of whole tiles.
     u64 rows, columns, stages, whole_tiles;
-    // Stages of each block of the tiles that are cut, and how many blocks have one more.
+    // Stages per block of the cut tiles, and the number of blocks with one more.
     u64 cut_stages, cut_more;
     // 0: no bias; 1: of f32; 2: of 16 bits.
     u64 bias;
-    // Whether there is something else at a tile's end: a residual or f32 sums to add to, or slopes
-    // to multiply by.
+    // Whether the epilogue reads `other` or `out`: a residual, f32 sums to add to, or slopes.
     u64 adds;
     DropoutInfo dropout;
 };
@@ -101,7 +100,7 @@ struct Buffers {
     u32* ready;
 };
 
-// A run of stages of a tile; `end` is 0 behind the last one.
+// A run of stages of a tile; `end` is 0 after the last run.
 struct alignas(16) Work {
     int row, column;
     int begin, end;
@@ -109,10 +108,10 @@ struct alignas(16) Work {
     int tile_start;
     int unused[3];
 };
-// Works that are brought and not yet done, and one more: each has a stage at the least.
+// Works copied but not finished, and one more: each has at least one stage.
 constexpr int WORKS = STAGES + 1;
 
-// Where the stages of a block begin that are cut.
+// The first stage of a block's share of the cut tiles.
 __device__ __forceinline__ int cut(const Info& info, int block) {
     return static_cast<int>(info.cut_stages) * block + min(block, static_cast<int>(info.cut_more));
 }
@@ -196,7 +195,7 @@ struct Loader {
         return line() * DEPTH_BYTES + ((chunk() ^ (DEPTH_BYTES == 128 ? line() % 8 : line() / 2 % 4)) << 4);
     }
 
-    // Copy `i` of a stage, of which so many of K are in the matrix: what is behind them becomes 0. Rows
+    // Copy `i` of a stage, of which `left_k` of K are in the matrix: the rest becomes 0. Rows
     // and columns of no result stay what they were. Without branches, between which products would not
     // be put.
     __device__ __forceinline__ void copy(int i, u32 tile, const Strides& strides, int length, int left_k) const {
@@ -217,7 +216,7 @@ using LoaderA = Loader<ROWS, !A_MAJOR_M, false>;
 using LoaderB = Loader<COLUMNS, !B_MAJOR_N, GATED>;
 static_assert(!GATED || !B_MAJOR_N && (LoaderB::APART % WARP_COLUMNS == 0 || LoaderB::HALF_COLUMNS % LoaderB::APART == 0), "gates");
 
-// Brings the stages of all works of a block, one after the other, and lists them in shared memory.
+// Copies the stages of all works of a block, one after another, and lists the works in shared memory.
 struct Producer {
     static constexpr int COPIES = LoaderA::COPIES + LoaderB::COPIES;
     const Buffers& buffers;
@@ -349,7 +348,7 @@ __device__ __forceinline__ void multiply(float (&sums)[COLUMN_BLOCKS][4], const 
     }
 }
 
-// Leaves the sums of a tile's first or middle stages to the block that has its end.
+// Stores the sums of a tile's first or middle stages for the block that has its end.
 __device__ __forceinline__ void leave(const Sums& sums, const Buffers& buffers) {
     float4* partial = buffers.partial + static_cast<u64>(blockIdx.x) * (ROW_BLOCKS * COLUMN_BLOCKS * THREADS) + threadIdx.x;
     #pragma unroll
@@ -360,14 +359,14 @@ __device__ __forceinline__ void leave(const Sums& sums, const Buffers& buffers) 
             __stcg(partial + (i * COLUMN_BLOCKS + j) * THREADS, make_float4(four[0], four[1], four[2], four[3]));
         }
     }
-    // A release by one thread is one of what others wrote ahead of a barrier with it, too.
+    // One thread's release covers what the others wrote before the barrier.
     __syncthreads();
     if (threadIdx.x == 0) {
         asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(buffers.ready + blockIdx.x) : "memory");
     }
 }
 
-// Adds what another block has left, and frees its place.
+// Adds the sums that another block stored, and frees its slot.
 __device__ __forceinline__ void collect(Sums& sums, const Buffers& buffers, int block) {
     u32* ready = buffers.ready + block;
     if (threadIdx.x == 0) {
@@ -624,7 +623,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             b_places.load(b[j], from + A_BYTES, j, step);
         }
     };
-    // The next stage is there, and nobody reads the one before any more.
+    // The next stage has arrived, and all warps have read the previous one.
     copies_wait<STAGES - 2>();
     __syncthreads();
     for (int number = 0;; number++) {
