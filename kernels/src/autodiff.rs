@@ -198,8 +198,11 @@ pub(crate) fn is_tracked<B: Backend, C: CheckpointStrategy, const D: usize>(
 #[cfg(all(test, feature = "ndarray"))]
 mod tests {
     use burn::backend::NdArray;
+    use burn::tensor::Distribution;
+    use burn_ndarray::NdArrayTensor;
 
     use super::*;
+    use crate::{Activation, ActivationKind, FeedForwardLayer, Norm, feed_forward, linear, norm};
 
     type A = Autodiff<NdArray>;
 
@@ -210,6 +213,51 @@ mod tests {
         let x = Tensor::<A, 1>::from_floats([3.0], &device).require_grad();
         let first = backward(x * 2.0, None);
         backward(Tensor::<A, 1>::from_floats([1.0], &device) * 2.0, Some(first));
+    }
+
+    /// Whether nothing else holds a tensor's values.
+    fn is_alone(tensor: Tensor<NdArray, 2>) -> bool {
+        match primitive(tensor) {
+            NdArrayTensor::F32(storage) => storage.is_unique(),
+            other => panic!("f32 is asked for: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn frozen_weights_keep_no_input_and_have_no_gradient() {
+        let device = Default::default();
+        let random = |shape: [usize; 2]| Tensor::<A, 2>::random(shape, Distribution::Default, &device);
+        let input = || random([5, 8]).require_grad() * 2.0;
+        let activation = Activation { kind: ActivationKind::Silu, gated: true };
+        for trained in [false, true] {
+            let weight = |shape: [usize; 2]| random(shape).set_require_grad(trained);
+            let x = input();
+            let held = inner(&x);
+            let square = weight([8, 8]);
+            let output = linear(x, square.clone(), None);
+            assert_eq!(is_alone(held), !trained, "linear, trained: {trained}");
+            let gradients = output.sum().backward();
+            assert_eq!(square.grad(&gradients).is_some(), trained, "linear");
+
+            let (up, down) = (weight([12, 8]), weight([8, 6]));
+            let layer = FeedForwardLayer {
+                up: up.clone().into(),
+                up_bias: None,
+                activation,
+                down: down.clone().into(),
+                down_bias: None,
+            };
+            let gamma = Tensor::<A, 1>::ones([8], &device).set_require_grad(trained);
+            let normed = norm(input(), &Norm::rms(gamma.clone(), 1e-6));
+            let held = inner(&normed);
+            let output = feed_forward(normed, None, layer, None);
+            assert_eq!(is_alone(held), !trained, "feed_forward, trained: {trained}");
+            let gradients = output.sum().backward();
+            for weight in [up, down] {
+                assert_eq!(weight.grad(&gradients).is_some(), trained, "feed_forward");
+            }
+            assert_eq!(gamma.grad(&gradients).is_some(), trained, "norm");
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::ops::download::DownloadOps;
 use crate::ops::dropout::DropoutOps;
 use crate::ops::embed::EmbedOps;
 use crate::ops::feed_forward::FeedForwardOps;
+use crate::ops::head_log_probs::HeadLogProbsOps;
 use crate::ops::head_loss::HeadLossOps;
 use crate::ops::head_sample::HeadSampleOps;
 use crate::ops::linear::LinearOps;
@@ -51,6 +52,7 @@ backend! {
     DropoutOps,
     EmbedOps,
     FeedForwardOps,
+    HeadLogProbsOps,
     HeadLossOps,
     HeadSampleOps,
     LinearOps,

@@ -7,6 +7,8 @@ pub struct DeviceInfo {
     pub name: String,
     /// Details: driver, compute capability, memory.
     pub detail: String,
+    /// Bytes of memory, if known.
+    pub memory: Option<u64>,
 }
 
 /// The CPU.
@@ -14,7 +16,15 @@ pub struct DeviceInfo {
 pub fn cpu_devices() -> Vec<DeviceInfo> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let detail = format!("{cores} cores, f32; quantized weights by {}", cpu_instructions());
-    vec![DeviceInfo { name: "CPU".into(), detail }]
+    vec![DeviceInfo { name: "CPU".into(), detail, memory: host_memory() }]
+}
+
+/// Bytes of memory of this machine, if the system says.
+#[cfg(feature = "ndarray")]
+fn host_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?.split_whitespace().next()?;
+    kib.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
 /// The instructions by which the processor multiplies quantized weights, as messages call them.
@@ -36,7 +46,7 @@ pub fn wgpu_devices() -> Result<Vec<DeviceInfo>, String> {
     let describe = |adapter: wgpu::Adapter| {
         let info = adapter.get_info();
         let detail = format!("{:?}, {:?}, {} {}", info.backend, info.device_type, info.driver, info.driver_info);
-        DeviceInfo { name: info.name, detail: detail.trim().to_string() }
+        DeviceInfo { name: info.name, detail: detail.trim().to_string(), memory: None }
     };
     let found: Vec<DeviceInfo> = block_on(instance.enumerate_adapters(backends)).into_iter().map(describe).collect();
     if found.is_empty() {
@@ -93,7 +103,7 @@ fn probe_cuda() -> Result<Vec<DeviceInfo>, String> {
             detail += &format!(", used as {asked}");
         }
         detail += &format!("; kernels: {}", crate::ops::kernels::families(family));
-        found.push(DeviceInfo { name, detail });
+        found.push(DeviceInfo { name, detail, memory: Some(memory as u64) });
     }
     if found.is_empty() {
         return Err("the CUDA driver found no device".into());

@@ -68,6 +68,7 @@ pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::feed_forward::{FeedForwardGradients, FeedForwardLayer, FeedForwardOutput, feed_forward};
+pub use ops::head_log_probs::{HeadLogProbsGradients, head_log_probs};
 pub use ops::head_loss::{
     HeadLossGradients, HeadLossOptions, HeadLossOutput, HeadLossWanted, IGNORED_TARGET, head_loss,
 };
@@ -114,6 +115,7 @@ pub mod traits {
     pub use crate::ops::dropout::DropoutOps;
     pub use crate::ops::embed::EmbedOps;
     pub use crate::ops::feed_forward::FeedForwardOps;
+    pub use crate::ops::head_log_probs::HeadLogProbsOps;
     pub use crate::ops::head_loss::HeadLossOps;
     pub use crate::ops::head_sample::HeadSampleOps;
     pub use crate::ops::linear::LinearOps;
@@ -141,6 +143,7 @@ pub mod operands {
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
     pub use crate::ops::feed_forward::{FeedForwardBackward, FeedForwardForward};
+    pub use crate::ops::head_log_probs::{HeadLogProbsBackward, HeadLogProbsForward};
     pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};
     pub use crate::ops::head_sample::{Draw, Logits};
     pub use crate::ops::linear::{LinearBackward, LinearForward};

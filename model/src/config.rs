@@ -422,12 +422,12 @@ impl TransformerConfig {
     }
 
     /// Rows of the joint query, key and value projection.
-    pub(crate) fn qkv_width(&self) -> usize {
+    pub fn qkv_width(&self) -> usize {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
     /// Rows of the first feed-forward projection, gate and up together if it is gated.
-    pub(crate) fn up_width(&self) -> usize {
+    pub fn up_width(&self) -> usize {
         if self.gated { 2 * self.d_ff } else { self.d_ff }
     }
 }

@@ -1,6 +1,6 @@
 //! A linear layer: its weight, and an optional low-rank adapter.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
@@ -33,14 +33,49 @@ pub struct Adapter<B: Backend> {
     pub b: Matrix<B>,
     /// Scale of the adapter.
     pub scale: f64,
-    /// Where `b` is blocks, one for each module that the weight holds, 1 within and 0 beyond them, `[d_output, rank]`: beyond them
-    /// `b` is zero and stays so.
+    /// Where `b` is blocks, one for each module that the weight holds, 1 within and 0 outside them, `[d_output, rank]`:
+    /// outside them `b` is zero and stays so.
     pub blocks: Option<Tensor<B, 2>>,
     /// Probability that an element of `x` is zero, in training.
     pub dropout_probability: f64,
+    /// With DoRA, the lengths of the rows of the weight with its adapter.
+    pub magnitude: Option<Magnitude<B>>,
     /// The masks of this step.
     #[module(skip)]
     pub(crate) dropout: Option<Dropout>,
+}
+
+/// The lengths that the rows of a weight with its adapter are scaled to (DoRA; Liu et al., 2024):
+///
+/// ```text
+/// V = base + scale * b a            y = x (magnitude / |V|)^T V^T, the length of each row without a gradient
+/// ```
+#[derive(Module, Debug)]
+pub struct Magnitude<B: Backend> {
+    /// `[d_output]`.
+    pub parameter: Param<Tensor<B, 1>>,
+    /// The squared length of each row of the base weight, f32 `[d_output]`.
+    pub base_squares: Tensor<B, 1>,
+    /// Where the weight has rows without an adapter: 1 for those with one, and 0 for the others, which keep their
+    /// lengths, `[d_output]`.
+    pub rows: Option<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Magnitude<B> {
+    /// What each row of the base weight with its adapter is multiplied by, f32 `[d_output]`.
+    ///
+    /// The squared length of a row is `|w|^2 + 2 scale w (b a)^T + scale^2 |b a|^2`: the sum of the two matrices is
+    /// never formed.
+    fn factors(&self, base: &Matrix<B>, adapter: &Adapter<B>) -> Tensor<B, 1> {
+        let [a, b] = [&adapter.a, &adapter.b].map(Matrix::constant);
+        let scale = adapter.scale;
+        let along = linear(a.clone(), base.weight(), None).transpose();
+        let along = (along * b.clone()).sum_dim(1).squeeze_dim::<1>(1);
+        let gram = a.clone().matmul(a.transpose());
+        let added = (b.clone().matmul(gram) * b).sum_dim(1).squeeze_dim::<1>(1);
+        let squares = self.base_squares.clone() + along.mul_scalar(2.0 * scale) + added.mul_scalar(scale * scale);
+        self.parameter.val() / squares.sqrt()
+    }
 }
 
 impl<B: Backend> From<Matrix<B>> for Linear<B> {
@@ -58,10 +93,38 @@ impl<B: Backend> Linear<B> {
         pre_norm: Option<&Norm<B>>,
         bias: Option<Tensor<B, 1>>,
     ) -> Tensor<B, 2> {
-        let Some(adapter) = &self.adapter else { return norm_linear(x, pre_norm, self.base.weight(), bias) };
-        let x = normed(x, pre_norm);
-        let output = linear(x.clone(), self.base.weight(), bias);
-        adapter.add_to(x, output)
+        match &self.adapter {
+            None => norm_linear(x, pre_norm, self.base.weight(), bias),
+            Some(adapter) => self.adapted(adapter, normed(x, pre_norm), bias, None),
+        }
+    }
+
+    /// `residual + x weight^T + bias` of the weight with its adapter.
+    fn adapted(
+        &self,
+        adapter: &Adapter<B>,
+        x: Tensor<B, 2>,
+        bias: Option<Tensor<B, 1>>,
+        residual: Option<Tensor<B, 2>>,
+    ) -> Tensor<B, 2> {
+        let weight = self.base.weight();
+        let Some(magnitude) = &adapter.magnitude else {
+            let output = match residual {
+                Some(residual) => linear_add(x.clone(), weight, bias, None, residual),
+                None => linear(x.clone(), weight, bias),
+            };
+            return adapter.add_to(x, output);
+        };
+        let output = adapter.add_to(x.clone(), linear(x, weight, None));
+        let dtype = output.dtype();
+        let mut output = output * magnitude.factors(&self.base, adapter).cast(dtype).unsqueeze();
+        if let Some(bias) = bias {
+            output = output + bias.cast(dtype).unsqueeze();
+        }
+        match residual {
+            Some(residual) => residual + output,
+            None => output,
+        }
     }
 
     /// `activation(norm(x) weight^T + bias)`; see [`norm_gate_up`].
@@ -88,10 +151,7 @@ impl<B: Backend> Linear<B> {
     ) -> Tensor<B, 2> {
         let Some(adapter) = &self.adapter else { return linear_add(x, self.base.weight(), bias, dropped, residual) };
         match dropped {
-            None => {
-                let output = linear_add(x.clone(), self.base.weight(), bias, None, residual);
-                adapter.add_to(x, output)
-            }
+            None => self.adapted(adapter, x, bias, Some(residual)),
             Some(dropped) => residual + dropout(self.forward(x, None, bias), dropped),
         }
     }
@@ -100,7 +160,7 @@ impl<B: Backend> Linear<B> {
 impl<B: Backend> Adapter<B> {
     /// An adapter of one block, without dropout.
     pub fn new(a: Matrix<B>, b: Matrix<B>, scale: f64) -> Self {
-        Self { a, b, scale, blocks: None, dropout_probability: 0.0, dropout: None }
+        Self { a, b, scale, blocks: None, dropout_probability: 0.0, magnitude: None, dropout: None }
     }
 
     /// Sets what this step's masks are made from, or turns dropout off.

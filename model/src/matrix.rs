@@ -36,6 +36,12 @@ impl<B: Backend> Matrix<B> {
         self.parameter.val()
     }
 
+    /// The parameter's value, without a gradient.
+    pub(crate) fn constant(&self) -> Tensor<B, 2> {
+        // What is detached of a trained parameter would be trained itself.
+        self.parameter.val().detach().set_require_grad(false)
+    }
+
     /// `[d_output, d_input]`.
     pub fn dims(&self) -> [usize; 2] {
         let dims = self.parameter.lazy_shape();
@@ -53,6 +59,18 @@ impl<B: Backend> Matrix<B> {
             Some(Stored::Quantized(parts)) => parts.clone().into(),
             Some(Stored::Copy(copy)) => Weight::rounded(self.parameter.val(), copy.clone()),
             None => Weight::Float(self.parameter.val()),
+        }
+    }
+
+    /// Bytes of the parameter and of what is stored besides.
+    pub(crate) fn bytes(&self) -> u64 {
+        let floats = |dims: [usize; 2], dtype: DType| (dims[0] * dims[1] * dtype.size()) as u64;
+        match &self.stored {
+            Some(Stored::Quantized(parts)) => parts.iter().map(QuantizedWeight::bytes).sum(),
+            Some(Stored::Copy(copy)) => {
+                floats(self.dims(), self.parameter.val().dtype()) + floats(self.dims(), copy.dtype())
+            }
+            None => floats(self.dims(), self.parameter.val().dtype()),
         }
     }
 
@@ -87,6 +105,14 @@ impl<B: Backend> Matrix<B> {
     pub(crate) fn make_copy(&mut self, dtype: DType) {
         if !self.is_quantized() && self.parameter.val().dtype() != dtype {
             self.stored = Some(Stored::Copy(self.parameter.val().cast(dtype).detach()));
+        }
+    }
+
+    /// Makes the parameter f32, as those that are trained are.
+    pub(crate) fn make_f32(&mut self) {
+        let value = self.parameter.val();
+        if value.dtype() != DType::F32 {
+            self.parameter = Param::initialized(self.parameter.id, value.cast(DType::F32).detach());
         }
     }
 

@@ -10,8 +10,8 @@ use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded,
     DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey,
-    RotaryTable, SampledRows, Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss,
-    head_sample, head_sample_logits, linear, norm, reshape,
+    RotaryTable, SampledRows, Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_log_probs,
+    head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -267,6 +267,11 @@ impl<B: Backend> Transformer<B> {
     /// The format of each matrix that may be quantized, by its path; of several the first, and none where it is floats.
     pub fn formats(&mut self) -> Vec<(String, Option<Format>)> {
         self.matrices_mut().map(|(path, matrix)| (path, matrix.weight().format())).collect()
+    }
+
+    /// Bytes of the matrices whose paths `counted` accepts, as they are stored, with copies in other dtypes.
+    pub fn matrix_bytes(&mut self, counted: impl Fn(&str) -> bool) -> u64 {
+        self.all_matrices_mut().filter(|(path, _)| counted(path)).map(|(_, matrix)| matrix.bytes()).sum()
     }
 
     /// All matrices that may have a copy in another dtype, by path.
@@ -801,6 +806,13 @@ impl<B: Backend> Transformer<B> {
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
         head_loss(hidden, self.head_weight(), targets, options)
+    }
+
+    /// The log-probability of each target `[batch_size, seq_length]`, f32 `[batch_size * seq_length]` in nats, from the
+    /// hidden states; 0 for ignored ones: see [`head_log_probs`].
+    pub fn log_probs(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
+        head_log_probs(hidden, self.head_weight(), targets, None)
     }
 
     /// Samples a token for each row, `[rows]`, from the hidden states of the last pass into

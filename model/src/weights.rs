@@ -66,6 +66,28 @@ impl From<Format> for MatrixDtype {
     }
 }
 
+/// What the matrices of a model are loaded as, by their place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixDtypes {
+    /// The linear layers of the blocks.
+    pub blocks: MatrixDtype,
+    /// All others: embeddings and the output projection.
+    pub outer: MatrixDtype,
+}
+
+impl<T: Into<MatrixDtype>> From<T> for MatrixDtypes {
+    fn from(dtype: T) -> Self {
+        let dtype = dtype.into();
+        Self { blocks: dtype, outer: dtype }
+    }
+}
+
+impl MatrixDtypes {
+    fn of(self, path: &str) -> MatrixDtype {
+        if path.starts_with("blocks.") { self.blocks } else { self.outer }
+    }
+}
+
 impl ModelFolder {
     /// The folder or the GGUF file at `path`, of several parts the first; nothing is read yet.
     pub fn new(path: impl Into<PathBuf>) -> Self {
@@ -95,11 +117,13 @@ impl ModelFolder {
         if let Some(adapter) = &self.adapter {
             let grown = adapter.vocab_size(family).filter(|size| *size != config.vocab_size);
             config.vocab_size = grown.unwrap_or(config.vocab_size);
-            let changes = |name: Option<&str>| name.is_some_and(|name| adapter.update(name).is_some());
-            // A tied table is changed for both uses only if new tokens come with it.
-            if changes(family.embedding_name()) != changes(family.head_name()) && grown.is_none() {
-                config.tied_embeddings = false;
-            }
+            let update = |name: Option<&str>| name.and_then(|name| adapter.update(name));
+            // A tied table is changed for both uses if new tokens come with it, or if both have the same values.
+            config.tied_embeddings &= match (update(family.embedding_name()), update(family.head_name())) {
+                (Some(table), Some(head)) => table == head,
+                (None, None) => true,
+                _ => grown.is_some(),
+            };
         }
         Ok((family, config))
     }
@@ -226,7 +250,7 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, config) = self.config()?;
-        self.read(family, &config, None, dtype.into(), progress, device)
+        self.read(family, &config, None, dtype.into().into(), progress, device)
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for
@@ -240,7 +264,7 @@ impl ModelFolder {
         config: &TransformerConfig,
         heads: bool,
         seed: u64,
-        dtype: impl Into<MatrixDtype>,
+        dtype: impl Into<MatrixDtypes>,
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, _) = self.config()?;
@@ -262,7 +286,7 @@ impl ModelFolder {
         family: Family,
         config: &TransformerConfig,
         fresh_heads: Option<u64>,
-        dtype: MatrixDtype,
+        dtype: MatrixDtypes,
         progress: &mut dyn FnMut(u64, u64),
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
@@ -391,6 +415,8 @@ impl ModelFolder {
                 Some(problem) => problems.push(problem),
             }
         }
+        // The update of a tied table is both uses'.
+        updated.extend(names.head().filter(|_| config.tied_embeddings).map(str::to_string));
         let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !names.ignores(name));
         problems.extend(unknown.map(|name| format!("{name} is not part of such a model")));
         if let Some(adapter) = &self.adapter
@@ -540,7 +566,7 @@ struct Reader<'a, B: Backend> {
     files: &'a TensorFiles,
     parts: HashMap<String, Vec<Part>>,
     /// Of matrices; vectors are f32.
-    dtype: MatrixDtype,
+    dtype: MatrixDtypes,
     progress: &'a mut dyn FnMut(u64),
     path: Vec<String>,
     /// Paths of the matrices that may be quantized.
@@ -684,8 +710,14 @@ impl<B: Backend> Reader<'_, B> {
     }
 
     /// The values of a parameter on the device, in one row.
-    fn read(&mut self, parts: &[Part], shape: &[usize], device: &B::Device) -> Result<Tensor<B, 1>, WeightsError> {
-        match self.dtype {
+    fn read(
+        &mut self,
+        dtype: MatrixDtype,
+        parts: &[Part],
+        shape: &[usize],
+        device: &B::Device,
+    ) -> Result<Tensor<B, 1>, WeightsError> {
+        match dtype {
             MatrixDtype::Float(FloatDType::F16) if shape.len() > 1 => self.read_as(parts, shape, f16::ZERO, device),
             MatrixDtype::Float(FloatDType::BF16) if shape.len() > 1 => self.read_as(parts, shape, bf16::ZERO, device),
             _ => self.read_as(parts, shape, 0f32, device),
@@ -742,7 +774,8 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
         let parts = self.parts.remove(&path).filter(|_| self.failure.is_none());
         let Some(parts) = parts else { return param };
         let (shape, device, id) = (param.lazy_shape(), param.lazy_device(), param.id);
-        let read = match (self.dtype, shape.as_slice()) {
+        let dtype = self.dtype.of(&path);
+        let read = match (dtype, shape.as_slice()) {
             (MatrixDtype::Quantized(format), &[rows, columns]) if self.matrices.contains(&path) => {
                 match self.read_quantized(format, &parts, [rows, columns], &device) {
                     Ok(Ok(weight)) => {
@@ -765,12 +798,12 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
                             self.quantized.insert(path, weights);
                             return param;
                         }
-                        Ok(None) => self.read(&parts, shape.as_slice(), &device),
+                        Ok(None) => self.read(dtype, &parts, shape.as_slice(), &device),
                         Err(failure) => Err(failure),
                     },
                 }
             }
-            (_, shape) => self.read(&parts, shape, &device),
+            (_, shape) => self.read(dtype, &parts, shape, &device),
         };
         match read {
             Ok(values) => param.transform_for_load(values.reshape(shape), id),

@@ -102,7 +102,7 @@ class Run:
 def train(
     recipe: Path_ | None = None,
     *,
-    task: Literal["language", "intent-slot"] | None = None,
+    task: Literal["language", "chat", "preference", "intent-slot"] | None = None,
     data: Path_ | None = None,
     field: str | None = None,
     init: Path_ | None = None,

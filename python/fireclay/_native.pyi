@@ -309,7 +309,7 @@ class Trainer:
         cls,
         recipe: _Path | None = None,
         *,
-        task: Literal["language", "intent-slot"] | None = None,
+        task: Literal["language", "chat", "preference", "intent-slot"] | None = None,
         data: _Path | None = None,
         field: str | None = None,
         init: _Path | None = None,

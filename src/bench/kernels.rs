@@ -179,9 +179,11 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 B::norm_backward(Checked::new(NormBackward {
                     grad: grad.clone(),
                     x: x.clone(),
-                    saved: saved.clone(),
+                    mean: saved.mean.clone(),
+                    inverse_deviation: saved.inverse_deviation.clone(),
                     norm: norm.clone(),
                     residual: None,
+                    trained: true,
                 }))
             })?;
         }
@@ -225,7 +227,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         self.computes(&format!("linear backward {dtype}"), case(), 2.0 * flops, || {
             B::linear_backward(Checked::new(LinearBackward {
                 grad: grad.clone(),
-                x: x.clone(),
+                x: Some(x.clone()),
                 weight: Weight::Float(weight.clone()),
                 bias: Some(bias.clone()),
                 wanted: Wanted::ALL,
@@ -254,9 +256,9 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         self.computes(&format!("feed_forward backward, gelu {dtype}"), case(), 4.0 * flops, || {
             B::feed_forward_backward(Checked::new(FeedForwardBackward {
                 grad: x.clone(),
-                x: x.clone(),
+                x: Some(x.clone()),
                 saved: forward.saved.clone(),
-                hidden: forward.hidden.clone(),
+                hidden: Some(forward.hidden.clone()),
                 layer: operands.layer.clone(),
                 wanted: [Wanted::ALL; 2],
                 dropout: None,

@@ -129,7 +129,7 @@ pub(super) fn fetched_source(
     if let Some(adapter) = adapter {
         return Ok(ModelSource::from(fetched(model, backend)?).with_adapter(adapter));
     }
-    if !LoraFiles::are_in(model) || model.join("config.json").exists() {
+    if !LoraFiles::are_alone_in(model) {
         return Ok(fetched(model, backend)?.into());
     }
     let Some(base) = LoraFiles::read_config(model)?.base else {

@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use clap::Args;
 use fireclay::Failure;
 use fireclay::backend::{OnBackend, RunContext};
+use fireclay::inference::divergence::MergeCostRun;
 use fireclay::model_folder::{ModelSource, merge as merge_into};
+use fireclay::precision::Precision;
 use fireclay::stdout;
 use fireclay_kernels::Backend;
 use serde_json::json;
@@ -24,6 +26,12 @@ pub(super) struct MergeArgs {
     /// Output folder for the merged model, a plain model folder
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Held-out text: reports what merging costs, as the divergence of the merged model's predictions in several precisions
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
+    #[arg(long, value_name = "NAME", default_value = "text", requires = "data")]
+    field: String,
     #[command(flatten)]
     run: RunArgs,
 }
@@ -47,11 +55,26 @@ pub(super) fn merge(mut args: MergeArgs) -> Result<ExitCode, Failure> {
     args.run.without_recipe("merge")?;
     let backend = args.run.backend();
     let source = fetched_source(&args.model, Some(&args.adapter), backend)?;
-    backend.run(Merge { source, out: &args.out })?;
+    backend.run(Merge { source: source.clone(), out: &args.out })?;
     let out = args.out.display().to_string();
+    let cost = args.data.map(|data| MergeCostRun { adapted: source, merged: args.out, data, field: args.field });
+    let cost = cost.map(|run| backend.run(run)).transpose().map_err(|failure| {
+        Failure::new(format!("merged into {out}, but what that costs could not be measured: {failure}"))
+    })?;
     if args.run.json {
-        stdout::line(json!({ "event": "done", "out": out }));
+        let mut line = json!({ "event": "done", "out": out });
+        for (precision, nats) in cost.iter().flatten() {
+            line["divergence"][precision.name()] = json!(nats);
+        }
+        stdout::line(line);
     } else {
+        for (precision, nats) in cost.iter().flatten() {
+            let name = match precision {
+                Precision::F32 => "as written",
+                other => other.name(),
+            };
+            stdout::line(format!("{name:<10} divergence from the adapter: {nats:.2e} nats per token"));
+        }
         eprintln!("merged into {out}; try it: fireclay generate --model {out} --prompt \"...\"");
     }
     Ok(ExitCode::SUCCESS)

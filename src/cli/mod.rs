@@ -90,7 +90,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Devices(args) => Ok(devices::devices(&args)),
     };
     result.unwrap_or_else(|failure| {
-        eprintln!("fireclay: {failure}");
+        let text = failure.to_string();
+        eprintln!("fireclay: {}", fireclay::training::out_of_memory(&text).unwrap_or(text));
         ExitCode::from(failure.exit_code())
     })
 }
@@ -104,7 +105,8 @@ fn stop_on_device_panics() {
         let thread = std::thread::current();
         if thread.name().is_some_and(|name| name.starts_with("DS")) {
             let reason = panic.payload_as_str().unwrap_or("unknown").split_whitespace().collect::<Vec<_>>().join(" ");
-            eprintln!("fireclay: the device failed: {reason}");
+            let told = fireclay::training::out_of_memory(&reason);
+            eprintln!("fireclay: {}", told.unwrap_or_else(|| format!("the device failed: {reason}")));
             std::process::exit(1);
         }
         default(panic);

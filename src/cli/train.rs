@@ -213,7 +213,9 @@ fn train_one(
         Outcome::Done(summary) => {
             tell(&summary);
             match task.writes_text() {
-                _ if task == TaskName::Chat => eprintln!("\nTry it: fireclay chat --model {}", folder.display()),
+                _ if matches!(task, TaskName::Chat | TaskName::Preference) => {
+                    eprintln!("\nTry it: fireclay chat --model {}", folder.display())
+                }
                 true => show_sample(&folder, backend)?,
                 false => eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display()),
             }
@@ -343,8 +345,12 @@ fn train_sweep(
 /// A run with the displays and records of the command line.
 fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRun {
     let device = backend.devices().ok().and_then(|devices| devices.into_iter().next());
+    let memory = device.as_ref().and_then(|device| device.memory);
     let device = device.map_or_else(|| backend.as_str().to_string(), |device| device.name);
-    run.with_view(view(args)).with_record(device, std::env::args().collect()).with_wandb(args.wandb.clone())
+    run.with_view(view(args))
+        .with_memory(memory)
+        .with_record(device, std::env::args().collect())
+        .with_wandb(args.wandb.clone())
 }
 
 /// Prints the summary of one of several runs.

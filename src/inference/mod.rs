@@ -2,6 +2,7 @@
 //! scores.
 
 pub mod chat;
+pub mod divergence;
 pub mod embedding;
 pub mod evaluation;
 pub mod generation;

@@ -49,6 +49,11 @@ impl ModelSource {
         &self.weights
     }
 
+    /// The adapter's folder.
+    pub fn adapter(&self) -> Option<&Path> {
+        self.adapter.as_deref()
+    }
+
     /// The folder with tokenizer, chat template and end tokens: the adapter's, if it has its own, since training may have added tokens.
     pub fn text(&self) -> &Path {
         let own = self.adapter.as_deref().filter(|adapter| adapter.join(TOKENIZER).is_file());

@@ -6,12 +6,13 @@ use fireclay_model::TransformerConfig;
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-use super::schema::{DataRecipe, LoraRecipe, Recipe, TrainingRecipe, is_unknown};
+use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
+use super::tuning::{LoraRecipe, PreferenceRecipe};
 use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
 /// The shipped recipes.
-const SHIPPED: [(&str, &str); 9] = [
+const SHIPPED: [(&str, &str); 11] = [
     ("stories", include_str!("shipped/stories.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
@@ -19,6 +20,8 @@ const SHIPPED: [(&str, &str); 9] = [
     ("llama-15m", include_str!("shipped/llama-15m.toml")),
     ("chat-lora", include_str!("shipped/chat-lora.toml")),
     ("chat-full", include_str!("shipped/chat-full.toml")),
+    ("stories-chat", include_str!("shipped/stories-chat.toml")),
+    ("dpo", include_str!("shipped/dpo.toml")),
     ("home", include_str!("shipped/home.toml")),
     ("intent-slot", include_str!("shipped/intent-slot.toml")),
 ];
@@ -62,7 +65,14 @@ impl Recipe {
             let line = error.span().map_or(0, |span| text[..span.start].lines().count().max(1));
             wrong(format!("line {line}: {}", error.message()))
         })?;
-        Self::from_table(table).map_err(|failure| wrong(failure.to_string()))
+        let keys: Vec<(String, String)> = table
+            .iter()
+            .filter_map(|(section, value)| Some((section, value.as_table()?)))
+            .flat_map(|(section, entries)| entries.keys().map(move |key| (section.clone(), key.clone())))
+            .collect();
+        let keys = keys.iter().map(|(section, key)| (section.as_str(), key.as_str()));
+        let recipe = Self::from_table(table).and_then(|recipe| recipe.check_effects(keys).map(|()| recipe));
+        recipe.map_err(|failure| wrong(failure.to_string()))
     }
 
     fn from_table(table: Table) -> Result<Self, Failure> {
@@ -123,7 +133,7 @@ impl Recipe {
     pub fn with_all<'a>(&self, settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, Failure> {
         let known = known_keys();
         let mut table = Table::try_from(self).map_err(|error| Failure::new(error.to_string()))?;
-        let mut keys = Vec::new();
+        let (mut keys, mut places) = (Vec::new(), Vec::new());
         for (key, value) in settings {
             let found = known.iter().find(|(section, name)| key == name || key == dotted(section, name));
             let (section, name) = found.ok_or_else(|| unknown(key, &known))?;
@@ -137,8 +147,10 @@ impl Recipe {
                 entries.insert(name.clone(), value);
             }
             keys.push(key);
+            places.push((section.as_str(), name.as_str()));
         }
-        Self::from_table(table).map_err(|failure| Failure::usage(format!("--set {}: {failure}", keys.join(", "))))
+        let recipe = Self::from_table(table).and_then(|recipe| recipe.check_effects(places).map(|()| recipe));
+        recipe.map_err(|failure| Failure::usage(format!("--set {}: {failure}", keys.join(", "))))
     }
 }
 
@@ -150,6 +162,7 @@ fn known_keys() -> Vec<(String, String)> {
     };
     let training = keys(serde_json::to_value(TrainingRecipe::default()).unwrap_or_default());
     let lora = keys(serde_json::to_value(LoraRecipe::default()).unwrap_or_default());
+    let preference = keys(serde_json::to_value(PreferenceRecipe::default()).unwrap_or_default());
     let mut data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
     data.push("corpora".into());
     let model = keys(serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).unwrap_or_default());
@@ -157,8 +170,16 @@ fn known_keys() -> Vec<(String, String)> {
     let model: Vec<String> = std::iter::once("family".to_string())
         .chain(model.into_iter().filter(|key| !from_data.contains(&key.as_str())))
         .collect();
-    let top = ["name", "task", "init", "sizes"].map(String::from).to_vec();
-    [("training", training), ("lora", lora), ("data", data), ("model", model), ("", top)]
+    let top = ["name", "task", "init", "init_adapter", "sizes"].map(String::from).to_vec();
+    let sections = [
+        ("training", training),
+        ("lora", lora),
+        ("preference", preference),
+        ("data", data),
+        ("model", model),
+        ("", top),
+    ];
+    sections
         .into_iter()
         .flat_map(|(section, keys)| keys.into_iter().map(move |key| (section.to_string(), key)))
         .collect()

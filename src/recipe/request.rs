@@ -3,11 +3,26 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
+use fireclay_datasets::conversations::EMBEDDED_CHATS;
+use fireclay_model::LoraFiles;
 
 use super::schema::{EMBEDDED, Recipe};
 use super::task::TaskName;
 use crate::failure::Failure;
 use crate::precision::Precision;
+
+/// If the initial model is an adapter's folder, begins from that adapter on the model that it is for.
+fn begin_from_adapter(recipe: &mut Recipe) -> Result<(), Failure> {
+    let Some(adapter) = recipe.init.as_ref().filter(|init| LoraFiles::are_alone_in(init)) else { return Ok(()) };
+    let Some(base) = LoraFiles::read_config(adapter)?.base else {
+        let shown = adapter.display();
+        return Err(Failure::usage(format!(
+            "{shown} is an adapter that does not say which model it is for: --init MODEL --set init_adapter={shown}"
+        )));
+    };
+    recipe.init_adapter = recipe.init.replace(base.into());
+    Ok(())
+}
 
 /// A recipe by name or file, or the default of a task, with changed settings.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -64,7 +79,9 @@ impl RecipeRequest {
         }
         if let Some(init) = &self.init {
             recipe.init = Some(init.clone());
+            recipe.init_adapter = None;
         }
+        begin_from_adapter(&mut recipe)?;
         // Corpora take the place of the data that the default recipe has.
         let is_corpora = |setting: &String| ["corpora=", "data.corpora="].iter().any(|key| setting.starts_with(key));
         if self.recipe.is_none() && self.data.is_none() && self.settings.iter().any(is_corpora) {
@@ -76,7 +93,8 @@ impl RecipeRequest {
         if let Some(data) = &self.data {
             // A folder may have the name of an embedded source.
             let shown = data.display().to_string();
-            recipe.data.source = if EMBEDDED.contains(&shown.as_str()) { format!("./{shown}") } else { shown };
+            let is_folder = EMBEDDED.contains(&shown.as_str()) && shown != EMBEDDED_CHATS;
+            recipe.data.source = if is_folder { format!("./{shown}") } else { shown };
             recipe.data.corpora.clear();
         }
         if let Some(precision) = self.precision {

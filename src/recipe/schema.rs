@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fireclay_datasets::STDIN;
+use fireclay_datasets::conversations::EMBEDDED_CHATS;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use super::schedule::{Schedule, ScheduleKind};
 use super::task::{ModelSizes, TaskName};
+use super::tuning::{AdapterKind, LoraRecipe, PreferenceLoss, PreferenceRecipe};
 use crate::failure::Failure;
 use crate::precision::Precision;
 
 /// Data embedded in the program.
-pub const EMBEDDED: [&str; 2] = ["stories", "home"];
+pub const EMBEDDED: [&str; 3] = ["stories", "home", EMBEDDED_CHATS];
 
 /// Tokenizers that a run trains itself.
 const MADE_TOKENIZERS: [&str; 4] = ["byte", "char", "bpe", "pieces"];
@@ -31,6 +33,9 @@ pub struct Recipe {
     /// only dropout applies then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
+    /// Folder of an adapter on the initial model, to continue.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub init_adapter: Option<PathBuf>,
     /// Family and shape: `family`, and any field of
     /// [`TransformerConfig`](fireclay_model::TransformerConfig).
     #[serde(default)]
@@ -44,6 +49,9 @@ pub struct Recipe {
     /// The adapter that is trained, where `training.adapter` asks for one.
     #[serde(default)]
     pub lora: LoraRecipe,
+    /// How preference pairs are learned, by the task `preference`.
+    #[serde(default)]
+    pub preference: PreferenceRecipe,
     /// Sizes that the data sets; filled in by [`Recipe::sized_for`].
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub(crate) sizes: ModelSizes,
@@ -57,7 +65,7 @@ pub(super) fn is_unknown(sizes: &ModelSizes) -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataRecipe {
-    /// `stories` or `home` for an embedded grammar; else the path of a file, a folder or prepared
+    /// `stories`, `home` or `embedded:chats` for embedded data; else the path of a file, a folder or prepared
     /// tokens. Empty if it has to be given.
     pub source: String,
     /// Several sources instead of one, each with its sampling weight.
@@ -78,9 +86,10 @@ pub struct DataRecipe {
     pub holdout_by: HoldoutBy,
     /// Whether attention is limited to a token's own document, where a row has several.
     pub documents_apart: bool,
-    /// For chats, whether a row has several conversations, none of which sees another; else each has a row of its own.
+    /// For conversations and preference pairs, whether a row has several, none of which sees another; else each has a
+    /// separate row.
     pub packing: bool,
-    /// For chats, the file of a chat template; empty for the model's own.
+    /// For conversations and preference pairs, the file of a chat template; empty for the model's own.
     pub chat_template: String,
     /// Whether an initialized model takes the recipe's tokenizer, with new embedding rows for
     /// unknown tokens.
@@ -120,62 +129,6 @@ impl Default for DataRecipe {
             packing: true,
             chat_template: String::new(),
             resize_embedding: false,
-        }
-    }
-}
-
-/// What of a model is trained.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AdapterKind {
-    /// All weights.
-    #[default]
-    None,
-    /// A low-rank adapter (LoRA; Hu et al., 2021) on frozen weights.
-    Lora,
-}
-
-/// The `[lora]` of a recipe, in PEFT's words.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct LoraRecipe {
-    /// Rank of the two matrices.
-    pub rank: usize,
-    /// What an adapter adds is scaled by `alpha / rank`.
-    pub alpha: f64,
-    /// Scale by `alpha / sqrt(rank)` instead (rsLoRA).
-    pub rslora: bool,
-    /// Probability that an input of an adapter is zero, in training.
-    pub lora_dropout: f64,
-    /// `all-linear`, or names of modules with commas between, such as `q_proj,v_proj`.
-    pub targets: String,
-    /// Modules that are trained whole, with commas between, such as `embed_tokens`.
-    pub modules_to_save: String,
-    /// What the frozen weights are stored as: `float` (the activations' dtype) or `int8`.
-    pub base: BaseKind,
-}
-
-/// What frozen weights are stored as.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum BaseKind {
-    /// The dtype of the activations.
-    #[default]
-    Float,
-    /// Bytes with a scale a row.
-    Int8,
-}
-
-impl Default for LoraRecipe {
-    fn default() -> Self {
-        Self {
-            rank: 16,
-            alpha: 32.0,
-            rslora: false,
-            lora_dropout: 0.0,
-            targets: "all-linear".into(),
-            modules_to_save: String::new(),
-            base: BaseKind::Float,
         }
     }
 }
@@ -354,7 +307,25 @@ impl Recipe {
             return Err(Failure::usage("lora.rank must be at least 1"));
         }
         if training.adapter == AdapterKind::Lora && self.task == TaskName::IntentSlot {
-            return Err(Failure::usage("training.adapter is lora: that is for the tasks language and chat"));
+            return Err(Failure::usage(
+                "training.adapter is lora: that is for the tasks language, chat and preference",
+            ));
+        }
+        if let (Some(adapter), AdapterKind::None) = (&self.init_adapter, training.adapter) {
+            return Err(Failure::usage(format!(
+                "{} is an adapter, and training.adapter is none: continue it with --set adapter=lora, or merge it first",
+                adapter.display()
+            )));
+        }
+        if self.lora.dora && self.lora.lora_dropout > 0.0 {
+            return Err(Failure::usage("lora.lora_dropout and lora.dora: DoRA is trained without dropout"));
+        }
+        let beta = self.preference.beta;
+        if !(beta.is_finite() && beta > 0.0) {
+            return Err(Failure::usage(format!("preference.beta is {beta}: it must be a number above 0")));
+        }
+        if self.preference.loss == PreferenceLoss::Ipo && training.label_smoothing > 0.0 {
+            return Err(Failure::usage("training.label_smoothing has no effect on preference.loss=ipo"));
         }
         if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return Err(Failure::usage(format!("training.{name} must be at least 1")));

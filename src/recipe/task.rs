@@ -16,6 +16,8 @@ pub enum TaskName {
     Language,
     /// Predict the assistant's messages in conversations
     Chat,
+    /// Prefer one answer to another (DPO)
+    Preference,
     /// Predict an utterance's intent and slots
     IntentSlot,
 }
@@ -24,7 +26,7 @@ impl TaskName {
     /// The attention that the task needs, and why.
     pub(crate) fn attention(self) -> (AttentionDirection, &'static str) {
         match self {
-            Self::Language | Self::Chat => {
+            Self::Language | Self::Chat | Self::Preference => {
                 (AttentionDirection::Causal, "a language model must not see the tokens that it predicts")
             }
             Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
@@ -37,6 +39,7 @@ impl TaskName {
             (Self::Language, false, false) => "stories",
             (Self::Language, ..) => "shakespeare-char-cpu",
             (Self::Chat, ..) => "chat-lora",
+            (Self::Preference, ..) => "dpo",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",
         }
@@ -44,7 +47,7 @@ impl TaskName {
 
     /// Whether its models generate text.
     pub fn writes_text(self) -> bool {
-        matches!(self, Self::Language | Self::Chat)
+        matches!(self, Self::Language | Self::Chat | Self::Preference)
     }
 }
 

@@ -6,14 +6,17 @@ use fireclay_kernels::{Backend, HeadLossOptions, Rank};
 use fireclay_model::{Tokens, Transformer};
 
 use super::counts::TargetCounts;
-use super::{intent_slot, language};
-use crate::recipe::schema::TrainingRecipe;
+use super::preference::PairBatch;
+use super::{intent_slot, language, preference};
+use crate::recipe::schema::Recipe;
 
 /// A step's rows, on the host.
 #[derive(Clone, Debug)]
 pub enum Batch {
     /// Tokens and their next tokens.
     Tokens(TokenBatch),
+    /// Pairs of answers, of which one is preferred.
+    Pairs(PairBatch),
     /// Pieces of words, with intents and tags.
     Utterances(UtteranceBatch),
 }
@@ -32,6 +35,12 @@ impl From<TokenBatch> for Batch {
     }
 }
 
+impl From<PairBatch> for Batch {
+    fn from(batch: PairBatch) -> Self {
+        Self::Pairs(batch)
+    }
+}
+
 impl From<UtteranceBatch> for Batch {
     fn from(batch: UtteranceBatch) -> Self {
         Self::Utterances(batch)
@@ -42,7 +51,10 @@ impl Batch {
     /// The number of targets.
     pub(crate) fn counts(&self) -> TargetCounts {
         match self {
-            Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), intents: 0 },
+            Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), ..TargetCounts::default() },
+            Self::Pairs(batch) => {
+                TargetCounts { tokens: batch.tokens().target_count(), pairs: batch.pairs(), ..TargetCounts::default() }
+            }
             Self::Utterances(batch) => intent_slot::counts(batch),
         }
     }
@@ -51,6 +63,7 @@ impl Batch {
     pub(crate) fn tokens(&self) -> usize {
         match self {
             Self::Tokens(batch) => batch.target_count(),
+            Self::Pairs(batch) => batch.tokens().target_count(),
             Self::Utterances(batch) => batch.lengths().iter().map(|length| *length as usize).sum(),
         }
     }
@@ -59,6 +72,7 @@ impl Batch {
     pub(crate) fn share(self, passes: usize, Rank { rank, ranks }: Rank) -> Vec<Share> {
         let passes: Vec<Self> = match self {
             Self::Tokens(batch) => batch.split(passes).into_iter().map(Self::Tokens).collect(),
+            Self::Pairs(batch) => batch.split(passes).into_iter().map(Self::Pairs).collect(),
             Self::Utterances(batch) => batch.split(passes).into_iter().map(Self::Utterances).collect(),
         };
         let share = |batch: Self| {
@@ -68,6 +82,7 @@ impl Batch {
             let own = match batch {
                 whole if ranks == 1 => whole,
                 Self::Tokens(batch) => Self::Tokens(batch.rows(rows)),
+                Self::Pairs(batch) => Self::Pairs(batch.rows(rows)),
                 Self::Utterances(batch) => Self::Utterances(batch.rows(rows)),
             };
             Share { batch: (own.batch_size() > 0).then_some(own), first_row }
@@ -79,6 +94,7 @@ impl Batch {
     pub(crate) fn seq_length(&self) -> usize {
         match self {
             Self::Tokens(batch) => batch.seq_length(),
+            Self::Pairs(batch) => batch.tokens().seq_length(),
             Self::Utterances(batch) => batch.seq_length(),
         }
     }
@@ -86,27 +102,41 @@ impl Batch {
     fn batch_size(&self) -> usize {
         match self {
             Self::Tokens(batch) => batch.batch_size(),
+            Self::Pairs(batch) => batch.tokens().batch_size(),
             Self::Utterances(batch) => batch.batch_size(),
         }
     }
 
     /// This part's contribution to the mean loss of a batch with targets `whole`, from the hidden
-    /// states of `forward`: `[1]`, in nats.
+    /// states of `forward`: `[1]`, in nats. With it, for preference pairs, that to the mean rewards, which have no
+    /// gradient.
+    ///
+    /// # Panics
+    /// If there are preference pairs, and no reference.
     pub(crate) fn loss<B: Backend>(
         &self,
-        model: &Transformer<B>,
-        training: &TrainingRecipe,
+        (model, reference): (&Transformer<B>, Option<&Transformer<B>>),
+        recipe: &Recipe,
         whole: TargetCounts,
         device: &B::Device,
         forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
-    ) -> Tensor<B, 1> {
+    ) -> (Tensor<B, 1>, Option<Tensor<B, 1>>) {
+        let training = &recipe.training;
         let options = HeadLossOptions::new().with_label_smoothing(training.label_smoothing);
         let (tokens, intents) = self.counts().shares(whole);
         match self {
-            Self::Tokens(batch) => language::loss_by(model, batch, options.with_weight(tokens), device, forward),
+            Self::Tokens(batch) => {
+                (language::loss_by(model, batch, options.with_weight(tokens), device, forward), None)
+            }
+            Self::Pairs(batch) => {
+                let reference = reference.expect("the task of preference pairs has a reference");
+                let (loss, rewards) =
+                    preference::loss_by(model, reference, batch, recipe, whole.pairs, device, forward);
+                (loss, Some(rewards))
+            }
             Self::Utterances(batch) => {
                 let weights = (intents * training.intent_weight, tokens);
-                intent_slot::loss_by(model, batch, weights, options, device, forward)
+                (intent_slot::loss_by(model, batch, weights, options, device, forward), None)
             }
         }
     }

@@ -1,10 +1,11 @@
 //! Number of targets in a batch.
 
-/// Targets: tokens or tags, and intents.
+/// Targets: tokens or tags, intents, and preference pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TargetCounts {
     pub(crate) tokens: usize,
     pub(crate) intents: usize,
+    pub(crate) pairs: usize,
 }
 
 impl TargetCounts {
@@ -19,6 +20,10 @@ impl std::ops::Add for TargetCounts {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self { tokens: self.tokens + other.tokens, intents: self.intents + other.intents }
+        Self {
+            tokens: self.tokens + other.tokens,
+            intents: self.intents + other.intents,
+            pairs: self.pairs + other.pairs,
+        }
     }
 }

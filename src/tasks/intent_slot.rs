@@ -171,7 +171,7 @@ impl IntentSlot {
             predicted.read(indices, heads.logits(hidden))?;
         }
         let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
-        let validation = Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) };
+        let validation = Validation { scores: Some(report.scores), ..Validation::of_loss(read_scalars(vec![sum])?[0]) };
         Ok(ValidationOutput { validation, confusions: report.confusions })
     }
 
@@ -216,7 +216,7 @@ fn encode<B: Backend>(
 
 /// The number of targets in a batch.
 pub(crate) fn counts(batch: &UtteranceBatch) -> TargetCounts {
-    TargetCounts { tokens: batch.tag_count(), intents: batch.intent_count() }
+    TargetCounts { tokens: batch.tag_count(), intents: batch.intent_count(), ..TargetCounts::default() }
 }
 
 /// Weighted sum of the mean cross entropies of intents and tags: `[1]`, in nats.

@@ -5,7 +5,9 @@ pub mod chat;
 pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
-mod resolve;
+pub mod preference;
+pub(crate) mod resolve;
+pub mod rewards;
 pub mod scores;
 pub mod validation;
 
@@ -19,6 +21,8 @@ pub use batch::Batch;
 pub use chat::Chat;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
+pub use preference::Preferences;
+pub use rewards::Rewards;
 pub use scores::{ClassificationReport, Scores};
 pub use validation::{Validation, ValidationOutput};
 
@@ -33,6 +37,8 @@ pub enum Task {
     Language(Language),
     /// Learns what the assistant writes in conversations.
     Chat(Chat),
+    /// Learns to prefer one of two answers.
+    Preference(Preferences),
     /// Intent and slot prediction for utterances.
     IntentSlot(IntentSlot),
 }
@@ -45,6 +51,7 @@ impl Task {
                 ModelSizes { vocab_size: language.tokenizer.vocab_size(), ..ModelSizes::default() }
             }
             Self::Chat(chat) => ModelSizes { vocab_size: chat.tokenizer().vocab_size(), ..ModelSizes::default() },
+            Self::Preference(task) => ModelSizes { vocab_size: task.tokenizer().vocab_size(), ..ModelSizes::default() },
             Self::IntentSlot(task) => task.sizes(),
         }
     }
@@ -59,31 +66,37 @@ impl Task {
         match self {
             Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
             Self::Chat(chat) => Ok(chat.batch(key, rows).into()),
+            Self::Preference(task) => Ok(task.batch(key, rows).into()),
             Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
         }
     }
 
     /// Validates `model`: on about `tokens` held-out tokens of a language task, of which each rank of
-    /// `collective` reads a share, and on all utterances otherwise.
+    /// `collective` reads a share, and on all utterances otherwise. Preferences are measured against `reference`.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If the device fails, or there is no reference and the task has one.
     pub fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
-        training: &TrainingRecipe,
+        reference: Option<&Transformer<B>>,
+        recipe: &Recipe,
         tokens: usize,
         device: &B::Device,
         collective: &Collective,
     ) -> Result<ValidationOutput, Failure> {
+        let training = &recipe.training;
+        let plain = |validation: Validation| Ok(ValidationOutput { validation, confusions: Vec::new() });
         match self {
             Self::Language(language) => {
                 let loss = language.validate(model, training.batch_size, tokens, device, collective)?;
-                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+                plain(Validation::of_loss(loss))
             }
-            Self::Chat(chat) => {
-                let loss = chat.validate(model, training.batch_size, tokens, device, collective)?;
-                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+            Self::Chat(chat) => plain(chat.validate(model, training.batch_size, tokens, device, collective)?),
+            Self::Preference(task) => {
+                let reference =
+                    reference.ok_or_else(|| Failure::new("preferences are measured against a reference"))?;
+                plain(task.validate(model, reference, recipe, tokens, device, collective)?)
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
@@ -97,6 +110,7 @@ impl Task {
         match self {
             Self::Language(language) => language.save(folder),
             Self::Chat(chat) => chat.save(folder),
+            Self::Preference(task) => task.save(folder),
             Self::IntentSlot(task) => task.save(folder),
         }
     }
@@ -109,6 +123,7 @@ impl Task {
         match recipe.task {
             TaskName::Language => Language::begin(recipe, model, watch).map(Self::Language),
             TaskName::Chat => Chat::begin(recipe, model).map(Self::Chat),
+            TaskName::Preference => Preferences::begin(recipe, model).map(Self::Preference),
             TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
         }
     }
@@ -121,6 +136,7 @@ impl Task {
         match recipe.task {
             TaskName::Language => Language::resume(recipe, folder, watch).map(Self::Language),
             TaskName::Chat => Chat::resume(recipe, folder).map(Self::Chat),
+            TaskName::Preference => Preferences::resume(recipe, folder).map(Self::Preference),
             TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
         }
     }
@@ -131,6 +147,7 @@ impl Task {
         match self {
             Self::Language(language) => language.rows.as_deref(),
             Self::Chat(chat) => chat.initial_rows(),
+            Self::Preference(task) => task.initial_rows(),
             Self::IntentSlot(_) => None,
         }
     }
@@ -141,7 +158,7 @@ impl Task {
     /// If its labels are damaged.
     pub(crate) fn has_heads_of(&self, folder: &Path) -> Result<bool, Failure> {
         match self {
-            Self::Language(_) | Self::Chat(_) => Ok(false),
+            Self::Language(_) | Self::Chat(_) | Self::Preference(_) => Ok(false),
             Self::IntentSlot(task) => task.has_labels_of(folder),
         }
     }
@@ -151,6 +168,7 @@ impl Task {
         match self {
             Self::Language(language) => language.describe(config, training),
             Self::Chat(chat) => chat.describe(config, training),
+            Self::Preference(task) => task.describe(training),
             Self::IntentSlot(task) => task.describe(config, training),
         }
     }
@@ -159,13 +177,37 @@ impl Task {
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
-            Self::Chat(_) | Self::IntentSlot(_) => None,
+            Self::Chat(_) | Self::Preference(_) | Self::IntentSlot(_) => None,
         }
     }
 
-    /// Whether validations have scores; otherwise they have a perplexity.
+    /// Whether validations have scores.
     pub(crate) fn has_scores(&self) -> bool {
         matches!(self, Self::IntentSlot(_))
+    }
+
+    /// Whether its validations count answers: then the model is validated before the first step, too.
+    pub(crate) fn has_answers(&self) -> bool {
+        matches!(self, Self::Chat(_))
+    }
+
+    /// Whether its loss is that of tokens, and has a perplexity.
+    pub(crate) fn has_perplexity(&self) -> bool {
+        matches!(self, Self::Language(_) | Self::Chat(_))
+    }
+
+    /// Whether the model is measured against a reference: the model as the run begins.
+    pub(crate) fn has_reference(&self) -> bool {
+        matches!(self, Self::Preference(_))
+    }
+
+    /// The first example of conversations or preference pairs, with what is supervised in colour or in double brackets.
+    pub(crate) fn preview(&self, colour: bool) -> Option<Result<String, Failure>> {
+        match self {
+            Self::Chat(chat) => Some(chat.preview(colour)),
+            Self::Preference(task) => Some(task.preview(colour)),
+            Self::Language(_) | Self::IntentSlot(_) => None,
+        }
     }
 
     /// The report of `model` on the test data, if the task has any.
@@ -178,7 +220,7 @@ impl Task {
         device: &B::Device,
     ) -> Result<Option<ClassificationReport>, Failure> {
         match self {
-            Self::Language(_) | Self::Chat(_) => Ok(None),
+            Self::Language(_) | Self::Chat(_) | Self::Preference(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),
         }
     }
@@ -191,6 +233,7 @@ impl Task {
         match self {
             Self::Language(language) => Ok(language.tokenizer.sha256()?),
             Self::Chat(chat) => chat.checksum(),
+            Self::Preference(task) => task.checksum(),
             Self::IntentSlot(task) => task.checksum(),
         }
     }

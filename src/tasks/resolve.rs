@@ -3,10 +3,11 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use burn::module::Module;
 use burn::tensor::FloatDType;
-use fireclay_kernels::{Backend, Format};
+use fireclay_kernels::{Backend, Format, GroupedFormat};
 use fireclay_model::{
-    Family, LoraConfig, LoraFiles, MatrixDtype, ModelFolder, Targets, Transformer, TransformerConfig,
+    Family, LoraConfig, LoraFiles, MatrixDtype, MatrixDtypes, ModelFolder, Targets, Transformer, TransformerConfig,
 };
 use toml::Value;
 
@@ -17,6 +18,13 @@ use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
 use crate::recipe::{AdapterKind, BaseKind, EMBEDDED, LoraRecipe, ModelSizes, Recipe, TaskName};
 
+/// A model to train, and the one that preferences are measured against, where the task needs it: the model as the run
+/// begins, which is not trained.
+pub(crate) struct InitialModel<B: Backend> {
+    pub(crate) model: Transformer<B>,
+    pub(crate) reference: Option<Transformer<B>>,
+}
+
 impl Recipe {
     /// Checks that a model fits the task's data.
     pub(crate) fn suits(&self, config: &TransformerConfig, task: &Task) -> Result<(), Failure> {
@@ -25,15 +33,19 @@ impl Recipe {
     }
 
     /// The model in `folder`, with heads for the task where it needs them: the folder's, if they are for the same
-    /// labels, else fresh ones. With an adapter, where one is trained: a fresh one, or `adapter`.
+    /// labels, else fresh ones. With an adapter, where one is trained: `adapter`, that of a checkpoint; else the one that
+    /// the run continues; else a fresh one.
     pub(crate) fn model_from<B: Backend>(
         &self,
         folder: &Path,
         task: &Task,
         adapter: Option<&LoraFiles>,
         device: &B::Device,
-    ) -> Result<Transformer<B>, Failure> {
-        let (family, mut config) = ModelFolder::new(folder).config()?;
+    ) -> Result<InitialModel<B>, Failure> {
+        let files = ModelFolder::new(folder);
+        let (family, mut config) = files.config()?;
+        let start = self.init_adapter.as_deref().map(LoraFiles::open).transpose()?;
+        let adapter = adapter.or(start.as_ref());
         warn_of_config(folder)?;
         let dropout = self.model.get("dropout").and_then(|value| match value {
             Value::Integer(whole) => Some(*whole as f64),
@@ -51,37 +63,78 @@ impl Recipe {
             .map_err(|failure| failure.about(&shown))?;
         config.validate().map_err(|error| Failure::usage(format!("{shown}: {error}")))?;
         let heads = task.has_heads_of(folder)?;
-        let is_adapted = self.training.adapter == AdapterKind::Lora;
-        let dtype = match (is_adapted, self.lora.base) {
-            (false, _) => MatrixDtype::from(FloatDType::F32),
-            (true, BaseKind::Float) => self.training.precision.activations::<B>(device)?.into(),
-            (true, BaseKind::Int8) => Format::Int8.into(),
+        let new_tokens = task.initial_rows().is_some() || grown.is_some();
+        let lora = match self.training.adapter {
+            AdapterKind::None => None,
+            AdapterKind::Lora => Some(self.lora_config(folder, family, &config, new_tokens)?),
         };
-        if dtype == MatrixDtype::Quantized(Format::Int8) && rows.is_some() {
-            return Err(Failure::usage("lora.base is int8: an embedding with new tokens cannot be stored so"));
-        }
-        let model = ModelFolder::new(folder).load_as(&config, heads, self.training.seed, dtype, device)?;
+        let dtypes = match &lora {
+            None => MatrixDtypes::from(FloatDType::F32),
+            Some(lora) => self.base_dtypes::<B>(&files, lora, device)?,
+        };
+        let model = files.load_as(&config, heads, self.training.seed, dtypes, device)?;
         let model = match rows {
             Some(rows) => model.with_vocabulary(rows),
             None => model,
         };
-        if !is_adapted {
-            return Ok(model);
-        }
-        let lora = self.lora_config(folder, family, &config, task.initial_rows().is_some() || grown.is_some());
-        let model = model.with_lora(family, &lora, adapter, self.training.seed);
-        model.map_err(|reason| Failure::new(format!("{shown}: {reason}")))
+        let adapted = |model: Transformer<B>, files: Option<&LoraFiles>| match &lora {
+            None => Ok(model),
+            Some(lora) => {
+                let model = model.with_lora(family, lora, files, self.training.seed);
+                model.map_err(|reason| Failure::new(format!("{shown}: {reason}")))
+            }
+        };
+        // What the run begins from: without a fresh adapter, which would add nothing.
+        let reference = match &start {
+            _ if !task.has_reference() => None,
+            None => Some(model.clone().no_grad()),
+            Some(start) => Some(adapted(model.clone(), Some(start))?.no_grad()),
+        };
+        Ok(InitialModel { model: adapted(model, adapter)?, reference })
+    }
+
+    /// What the frozen weights of an adapter's base are loaded as. Embeddings and output projection stay floats unless
+    /// they are stored quantized, and are f32 where they are trained.
+    fn base_dtypes<B: Backend>(
+        &self,
+        files: &ModelFolder,
+        lora: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<MatrixDtypes, Failure> {
+        let float = MatrixDtype::from(self.training.precision.activations::<B>(device)?);
+        let is_quantized = files.is_gguf() || files.is_quantized()?;
+        let blocks = match self.lora.base {
+            BaseKind::Auto if is_quantized => MatrixDtype::Stored,
+            BaseKind::Auto | BaseKind::Float => float,
+            BaseKind::Int8 => Format::Int8.into(),
+            BaseKind::Nf4 => Format::Grouped(GroupedFormat::Nf4).into(),
+            BaseKind::Stored => MatrixDtype::Stored,
+        };
+        let outer = match blocks {
+            _ if !lora.modules_to_save.is_empty() => FloatDType::F32.into(),
+            MatrixDtype::Stored => MatrixDtype::Stored,
+            _ => float,
+        };
+        Ok(MatrixDtypes { blocks, outer })
     }
 
     /// The adapter that is trained on the model in `folder`, which may have new tokens: these are trained, too.
+    ///
+    /// # Errors
+    /// If the adapter that the run continues cannot be read.
     pub(crate) fn lora_config(
         &self,
         folder: &Path,
         family: Family,
         config: &TransformerConfig,
         new_tokens: bool,
-    ) -> LoraConfig {
-        let LoraRecipe { rank, alpha, rslora, lora_dropout, targets, modules_to_save, base: _ } = &self.lora;
+    ) -> Result<LoraConfig, Failure> {
+        let base = Some(hub_name(folder).unwrap_or_else(|| folder.display().to_string()));
+        if let Some(start) = &self.init_adapter {
+            let config = LoraFiles::read_config(start)?;
+            return Ok(LoraConfig { dropout: self.lora.lora_dropout, base, ..config });
+        }
+        let LoraRecipe { rank, alpha, rslora, lora_dropout, targets, modules_to_save, dora, base: _ } = &self.lora;
         let names = |list: &str| -> Vec<String> {
             list.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_string).collect()
         };
@@ -92,16 +145,17 @@ impl Recipe {
             modules_to_save
                 .extend(name.filter(|name| !modules_to_save.iter().any(|saved| saved == name)).map(str::to_string));
         }
-        LoraConfig {
+        Ok(LoraConfig {
             rank: *rank,
             alpha: *alpha,
             rslora: *rslora,
+            dora: *dora,
             dropout: *lora_dropout,
             targets: if targets == "all-linear" { Targets::AllLinear } else { Targets::Names(names(targets)) },
             modules_to_save,
-            base: Some(hub_name(folder).unwrap_or_else(|| folder.display().to_string())),
+            base,
             ..LoraConfig::default()
-        }
+        })
     }
 
     /// Reads the data, and trains its tokenizer.
@@ -153,7 +207,7 @@ impl Recipe {
     /// # Errors
     /// If a download fails.
     pub fn fetched(mut self, begun: bool, progress: FileProgress<'_>) -> Result<Self, Failure> {
-        if matches!(self.task, TaskName::Language | TaskName::Chat) {
+        if self.task != TaskName::IntentSlot {
             let mut fetched = |source: &str| -> Result<String, Failure> {
                 Ok(dataset_folder(Path::new(source), progress)?.display().to_string())
             };

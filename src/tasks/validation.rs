@@ -2,19 +2,31 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::rewards::Rewards;
 use super::scores::Scores;
 
 /// A model's result on held-out data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Validation {
-    /// Loss in nats per target.
+    /// Loss in nats per target, or per preference pair.
     pub loss: f64,
     /// Scores, if the task has them.
     #[serde(default)]
     pub scores: Option<Scores>,
+    /// Rewards of preference pairs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rewards: Option<Rewards>,
+    /// The share of held-out answers that greedy decoding generates, in percent, for conversations.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answer_accuracy: Option<f64>,
 }
 
 impl Validation {
+    /// A loss alone.
+    pub(crate) fn of_loss(loss: f64) -> Self {
+        Self { loss, scores: None, rewards: None, answer_accuracy: None }
+    }
+
     /// Whether this model is better: by sentence accuracy and then slot F1 if there are scores,
     /// else by loss.
     pub fn is_better_than(&self, other: &Self) -> bool {

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::failure::Failure;
 use crate::recipe::{AdapterKind, Recipe};
 use crate::run_folder::{OPTIMIZER, RunFolder, STATE, write_atomic};
+use crate::tasks::resolve::InitialModel;
 use crate::tasks::{Task, Validation};
 use crate::training::optim::{Optimizer, Sharding, StateTensor};
 use crate::training::origin::Origin;
@@ -153,16 +154,22 @@ pub(crate) fn read<B: Backend>(
     device: B::Device,
     (ranks, collective): (Ranks, Collective),
 ) -> Result<Trainer<B>, Failure> {
-    let model = match (&recipe.init, recipe.training.adapter) {
+    let initial = match (&recipe.init, recipe.training.adapter) {
         (Some(base), AdapterKind::Lora) => {
             let adapter = LoraFiles::open(checkpoint)?;
             recipe.model_from(base, &task, Some(&adapter), &device)?
         }
-        _ => ModelFolder::new(checkpoint).load(&device)?,
+        (base, _) => {
+            let reference = match base {
+                Some(base) if task.has_reference() => recipe.model_from(base, &task, None, &device)?.reference,
+                _ => None,
+            };
+            InitialModel { model: ModelFolder::new(checkpoint).load(&device)?, reference }
+        }
     };
     let training = &recipe.training;
     let sharding = Sharding { collective: collective.clone(), shard: training.shard, reduce: training.reduce };
-    let mut trainer = Trainer::<B>::with_model_of_rank(recipe, task, model, device.clone(), (ranks, collective))?;
+    let mut trainer = Trainer::<B>::with_model_of_rank(recipe, task, initial, device.clone(), (ranks, collective))?;
     let path = checkpoint.join(OPTIMIZER);
     let mut file = File::open(&path).map_err(Failure::io(&path))?;
     let (header, metadata) = header(&mut file, &path)?;

@@ -4,7 +4,9 @@ use fireclay_kernels::recorder::Memory;
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
+use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
+use crate::tasks::validation::Validation;
 
 /// An event of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,6 +25,8 @@ pub enum Event {
         gradient_norm: f64,
         /// Targets per second.
         tokens_per_second: f64,
+        /// Rewards of preference pairs.
+        rewards: Option<Rewards>,
         /// Memory at the last of the steps that were read together.
         memory: Option<MemoryUse>,
     },
@@ -30,12 +34,10 @@ pub enum Event {
     Validated {
         /// Completed steps.
         step: u64,
-        /// In nats per target.
-        loss: f64,
+        /// The figures.
+        validation: Validation,
         /// Perplexity, for language tasks.
         perplexity: Option<f64>,
-        /// Scores, if the task has them.
-        scores: Option<Scores>,
     },
     /// A generated sample.
     Sampled {
@@ -82,12 +84,22 @@ impl Event {
     /// As a JSON line.
     pub fn to_json(&self) -> Value {
         match self {
-            Self::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, memory } => {
+            Self::Trained {
+                step,
+                loss,
+                perplexity,
+                learning_rate,
+                gradient_norm,
+                tokens_per_second,
+                rewards,
+                memory,
+            } => {
                 let mut line = json!({ "event": "train", "step": step, "loss": loss });
                 add_perplexity(&mut line, *perplexity);
                 line["learning_rate"] = json!(learning_rate);
                 line["gradient_norm"] = json!(gradient_norm);
                 line["tokens_per_second"] = json!(tokens_per_second);
+                add_rewards(&mut line, *rewards);
                 if let Some(device) = memory.and_then(|memory| memory.device) {
                     line["device_memory"] = json!({ "in_use": device.in_use, "reserved": device.reserved });
                 }
@@ -96,10 +108,13 @@ impl Event {
                 }
                 line
             }
-            Self::Validated { step, loss, perplexity, scores } => {
+            Self::Validated { step, validation, perplexity } => {
+                let Validation { loss, scores, rewards, answer_accuracy } = validation;
                 let mut line = json!({ "event": "valid", "step": step, "loss": loss });
                 add_perplexity(&mut line, *perplexity);
                 add_scores(&mut line, *scores);
+                add_rewards(&mut line, *rewards);
+                add_answer_accuracy(&mut line, "answer_accuracy", *answer_accuracy);
                 line
             }
             Self::Sampled { step, text } => json!({ "event": "sample", "step": step, "text": text }),
@@ -116,6 +131,20 @@ impl Event {
 fn add_perplexity(line: &mut Value, perplexity: Option<f64>) {
     if let Some(perplexity) = perplexity {
         line["perplexity"] = json!(perplexity);
+    }
+}
+
+/// Adds rewards to a line.
+pub(crate) fn add_rewards(line: &mut Value, rewards: Option<Rewards>) {
+    for (name, value) in rewards.into_iter().flat_map(Rewards::named) {
+        line[name] = json!(value);
+    }
+}
+
+/// Adds the share of right answers to a line, in percent.
+pub(crate) fn add_answer_accuracy(line: &mut Value, name: &str, percent: Option<f64>) {
+    if let Some(percent) = percent {
+        line[name] = json!((percent * 1e3).round() / 1e3);
     }
 }
 

@@ -6,6 +6,7 @@ pub mod checkpoint;
 pub mod events;
 mod follower;
 pub mod loaded;
+mod memory;
 pub mod optim;
 pub mod origin;
 pub mod parallel;
@@ -25,7 +26,8 @@ use fireclay_kernels::{Backend, Collective, Rank};
 use serde_json::Value;
 
 pub use follower::Follower;
-pub use trainer::{StepOutput, Trainer, read_steps};
+pub use memory::out_of_memory;
+pub use trainer::{StepFigures, StepOutput, Trainer, read_figures, read_steps};
 pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
 use crate::backend::{OnBackend, RunContext};
@@ -52,6 +54,8 @@ pub struct TrainingRun {
     interrupter: Interrupter,
     /// Device and command line, for the record.
     device: String,
+    /// Bytes of memory that the device has, if known.
+    memory: Option<u64>,
     command: Vec<String>,
     /// The Weights & Biases project, if any.
     wandb: Option<String>,
@@ -147,9 +151,23 @@ impl TrainingRun {
 
     fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>, origin: Origin) -> Self {
         let (view, interrupter) = (View::Plain, Interrupter::new());
-        let (device, command, begun) = (String::new(), Vec::new(), Instant::now());
+        let (device, memory, command, begun) = (String::new(), None, Vec::new(), Instant::now());
         let (wandb, listener, ranks) = (None, None, Ranks::only());
-        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb, listener, ranks, begun }
+        Self {
+            recipe,
+            folder,
+            resumed,
+            origin,
+            view,
+            interrupter,
+            device,
+            memory,
+            command,
+            wandb,
+            listener,
+            ranks,
+            begun,
+        }
     }
 
     /// Sets the view.
@@ -167,6 +185,12 @@ impl TrainingRun {
     /// Sets device name and command line for the record.
     pub fn with_record(mut self, device: String, command: Vec<String>) -> Self {
         (self.device, self.command) = (device, command);
+        self
+    }
+
+    /// Sets how many bytes of memory the device has, which the estimate of the run's memory is compared with.
+    pub fn with_memory(mut self, bytes: Option<u64>) -> Self {
+        self.memory = bytes;
         self
     }
 
@@ -221,7 +245,7 @@ impl OnBackend for TrainingRun {
 impl TrainingRun {
     fn lead<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Outcome, Failure> {
         let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, .. } = self;
-        let Self { command, wandb, listener, ranks, begun, .. } = self;
+        let Self { memory, command, wandb, listener, ranks, begun, .. } = self;
         let resumed_at = resumed.as_ref().map(|state| state.step);
         let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device, &ranks);
         let (trainer, best) = match prepared {
@@ -242,6 +266,7 @@ impl TrainingRun {
         record.write(folder.path(), resumed_at)?;
         if view != View::Dashboard {
             describe(&trainer, &folder)?;
+            trainer.memory_estimate().announce(memory);
         }
         let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
         let finished = views::run(&mut session, view, &record, (folder.path(), wandb, listener), interrupter)?;
@@ -326,11 +351,15 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) -> Result<(), 
         1 => String::new(),
         ranks => format!(" on {ranks} ranks"),
     };
-    notice(Level::Info, &format!("{name}: {parameters:.1}M parameters, {what} from step {step}{ranks}; into {out}"));
-    if let Task::Chat(chat) = trainer.task() {
-        let colour = std::io::stderr().is_terminal();
+    let trained = trainer.described_training();
+    notice(
+        Level::Info,
+        &format!("{name}: {parameters:.1}M parameters{trained}, {what} from step {step}{ranks}; into {out}"),
+    );
+    let colour = std::io::stderr().is_terminal();
+    if let Some(preview) = trainer.task().preview(colour) {
         let what = if colour { "in green" } else { "in [[double brackets]]" };
-        let preview = chat.preview(colour)?;
+        let preview = preview?;
         notice(Level::Info, &format!("the first example, with what the model learns to write {what}:\n\n{preview}\n"));
     }
     Ok(())

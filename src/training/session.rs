@@ -17,9 +17,9 @@ use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::scores::ClassificationReport;
 use crate::tasks::validation::{Validation, ValidationOutput};
 use crate::training::checkpoint::{self, Best, RunState};
-use crate::training::events::{Event, MemoryUse, Sink, add_scores};
+use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_rewards, add_scores};
 use crate::training::origin::Origin;
-use crate::training::trainer::{StepOutput, Trainer, read_steps};
+use crate::training::trainer::{StepFigures, StepOutput, Trainer, read_figures};
 use crate::training::watchdog::Watchdog;
 
 /// Losses are read from the device at this interval, or after this many steps, whichever is sooner.
@@ -42,6 +42,9 @@ pub(crate) struct Session<B: Backend> {
     flushed: Instant,
     first_step_seconds: Option<f64>,
     trained: (usize, Duration),
+    /// Before the first step, where the task counts answers.
+    first_valid_loss: Option<f64>,
+    first_answer_accuracy: Option<f64>,
     final_validation: Option<Validation>,
     test: Option<ClassificationReport>,
     saved: u64,
@@ -76,6 +79,8 @@ impl<B: Backend> Session<B> {
             flushed: Instant::now(),
             first_step_seconds: None,
             trained: (0, Duration::ZERO),
+            first_valid_loss: None,
+            first_answer_accuracy: None,
             final_validation: None,
             test: None,
             saved,
@@ -101,6 +106,11 @@ impl<B: Backend> Session<B> {
         let steps = self.steps();
         self.flushed = Instant::now();
         self.tell_best(sink)?;
+        if self.trainer.step() == 0 && self.trainer.task().has_answers() {
+            let Validation { loss, answer_accuracy, .. } = self.validate_before(sink)?;
+            (self.first_valid_loss, self.first_answer_accuracy) = (Some(loss), answer_accuracy);
+            self.flushed = Instant::now();
+        }
         while self.trainer.step() < steps {
             if interrupter.should_stop() {
                 self.flush(sink)?;
@@ -193,8 +203,8 @@ impl<B: Backend> Session<B> {
 
     /// Tells a resumed run's views of the best validation so far.
     fn tell_best(&self, sink: &mut impl Sink) -> Result<(), Failure> {
-        let Some(Best { step, validation: Validation { loss, scores }, .. }) = self.best else { return Ok(()) };
-        sink.tell(&Event::Validated { step, loss, perplexity: self.perplexity(loss), scores })
+        let Some(Best { step, validation, .. }) = self.best else { return Ok(()) };
+        sink.tell(&Event::Validated { step, validation, perplexity: self.perplexity(validation.loss) })
     }
 
     /// Reads the losses of the steps since the last read, at once, and reports them.
@@ -203,7 +213,7 @@ impl<B: Backend> Session<B> {
         if pending.is_empty() {
             return Ok(());
         }
-        let read = read_steps(&pending)?;
+        let read = read_figures(&pending)?;
         let (elapsed, now) = (self.flushed.elapsed(), Instant::now());
         let tokens: usize = pending.iter().map(|output| output.tokens).sum();
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64().max(1e-9);
@@ -216,7 +226,8 @@ impl<B: Backend> Session<B> {
         self.flushed = now;
         let mut lines = String::new();
         let count = pending.len();
-        for (at, (output, (loss, gradient_norm))) in pending.iter().zip(read).enumerate() {
+        for (at, (output, figures)) in pending.iter().zip(read).enumerate() {
+            let StepFigures { loss, gradient_norm, rewards } = figures;
             let learning_rate = output.learning_rate;
             if !loss.is_finite() || !gradient_norm.is_finite() {
                 return Err(self.diverged(output.step, loss, gradient_norm, learning_rate));
@@ -224,8 +235,16 @@ impl<B: Backend> Session<B> {
             let step = output.step + 1;
             let perplexity = self.perplexity(loss);
             let memory = (at + 1 == count).then(|| self.memory());
-            let event =
-                Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, memory };
+            let event = Event::Trained {
+                step,
+                loss,
+                perplexity,
+                learning_rate,
+                gradient_norm,
+                tokens_per_second,
+                rewards,
+                memory,
+            };
             sink.tell(&event)?;
             lines.push_str(&format!("{}\n", event.to_json()));
             if let Some(text) = self.watch.look(loss, gradient_norm) {
@@ -247,9 +266,9 @@ impl<B: Backend> Session<B> {
         MemoryUse { device, host: process_memory().map(|memory| memory.in_use) }
     }
 
-    /// Perplexity, for language tasks.
+    /// Perplexity, where the loss is that of tokens.
     fn perplexity(&self, loss: f64) -> Option<f64> {
-        (!self.trainer.task().has_scores()).then(|| loss.exp())
+        self.trainer.task().has_perplexity().then(|| loss.exp())
     }
 
     fn log(&mut self, lines: &str) -> Result<(), Failure> {
@@ -277,11 +296,19 @@ impl<B: Backend> Session<B> {
         ))
     }
 
+    /// Validates before the first step, which shows what a run achieves.
+    fn validate_before(&mut self, sink: &mut impl Sink) -> Result<Validation, Failure> {
+        let validation = self.trainer.validate(self.training().valid_tokens)?;
+        let event = Event::Validated { step: 0, validation, perplexity: self.perplexity(validation.loss) };
+        self.tell(&event, sink)?;
+        Ok(validation)
+    }
+
     /// Validates. Returns whether this is the best result so far.
     fn validate(&mut self, step: u64, sink: &mut impl Sink) -> Result<bool, Failure> {
         let tokens = self.training().valid_tokens;
         let ValidationOutput { validation, confusions } = self.trainer.evaluate(tokens)?;
-        let Validation { loss, scores } = validation;
+        let loss = validation.loss;
         if !loss.is_finite() {
             return Err(self.diverged(
                 step - 1,
@@ -290,7 +317,7 @@ impl<B: Backend> Session<B> {
                 self.trainer.recipe().schedule().learning_rate(step - 1),
             ));
         }
-        let event = Event::Validated { step, loss, perplexity: self.perplexity(loss), scores };
+        let event = Event::Validated { step, validation, perplexity: self.perplexity(loss) };
         self.tell(&event, sink)?;
         if !confusions.is_empty() {
             self.tell(&Event::Confused { step, confusions }, sink)?;
@@ -363,6 +390,13 @@ impl<B: Backend> Session<B> {
             summary["source_entropy"] = json!(rounded(entropy));
         }
         add_scores(&mut summary, self.test.as_ref().map(|report| report.scores));
+        if let Some(loss) = self.first_valid_loss {
+            summary["first_valid_loss"] = json!(rounded(loss));
+        }
+        let last = self.final_validation.and_then(|validation| validation.answer_accuracy);
+        add_answer_accuracy(&mut summary, "first_answer_accuracy", self.first_answer_accuracy);
+        add_answer_accuracy(&mut summary, "answer_accuracy", last);
+        add_rewards(&mut summary, self.final_validation.and_then(|validation| validation.rewards));
         summary
     }
 }

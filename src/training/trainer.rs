@@ -5,20 +5,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::backend::Autodiff;
-use burn::module::AutodiffModule;
+use burn::module::{AutodiffModule, Module};
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, Collective, RandomKey, backward, compile_ahead};
-use fireclay_model::{AdapterSaver, ModelFolder, Transformer};
+use fireclay_kernels::{Backend, Collective, Format, RandomKey, backward, compile_ahead};
+use fireclay_model::{AdapterSaver, Family, LoraConfig, ModelFolder, Transformer, trained_parameters};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::precision::Precision;
 use crate::recipe::{AdapterKind, Recipe, Reduce};
 use crate::tasks::counts::TargetCounts;
-use crate::tasks::{Batch, ClassificationReport, Task, Validation, ValidationOutput};
+use crate::tasks::resolve::InitialModel;
+use crate::tasks::{Batch, ClassificationReport, Rewards, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
+use crate::training::memory::MemoryEstimate;
 use crate::training::optim::{Optimizer, ParameterGradients, Settings, Sharding};
 use crate::training::parallel::{Command, Ranks};
 
@@ -29,6 +31,10 @@ pub struct Trainer<B: Backend> {
     /// Prefetched batches, from the first one requested.
     batches: Option<Batches>,
     model: Transformer<Autodiff<B>>,
+    /// What preferences are measured against: the model as the run began.
+    reference: Option<Transformer<Autodiff<B>>>,
+    /// The adapter that is trained, with the family of its base.
+    lora: Option<(Family, LoraConfig)>,
     optimizer: Optimizer<B>,
     step: u64,
     device: B::Device,
@@ -51,8 +57,20 @@ pub struct StepOutput<B: Backend> {
     pub learning_rate: f64,
     /// Number of targets, of all ranks.
     pub tokens: usize,
-    loss: Tensor<B, 1>,
+    /// `[1]`, or with rewards `[5]`.
+    figures: Tensor<B, 1>,
     gradient_norm: Tensor<B, 1>,
+}
+
+/// The figures of a step, read from the device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepFigures {
+    /// The loss before the update.
+    pub loss: f64,
+    /// The global norm of the gradients before clipping.
+    pub gradient_norm: f64,
+    /// Rewards of preference pairs.
+    pub rewards: Option<Rewards>,
 }
 
 impl<B: Backend> StepOutput<B> {
@@ -61,7 +79,7 @@ impl<B: Backend> StepOutput<B> {
     /// # Errors
     /// If the device fails.
     pub fn loss(&self) -> Result<f64, Failure> {
-        Ok(read_scalars(vec![self.loss.clone()])?[0])
+        Ok(read_scalars(vec![self.figures.clone()])?[0])
     }
 }
 
@@ -70,8 +88,23 @@ impl<B: Backend> StepOutput<B> {
 /// # Errors
 /// If the device fails.
 pub fn read_steps<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<(f64, f64)>, Failure> {
-    let pairs = steps.iter().flat_map(|step| [step.loss.clone(), step.gradient_norm.clone()]);
-    Ok(read_scalars(pairs.collect())?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
+    Ok(read_figures(steps)?.into_iter().map(|figures| (figures.loss, figures.gradient_norm)).collect())
+}
+
+/// The figures of several steps of a run, in one read from the device.
+///
+/// # Errors
+/// If the device fails.
+pub fn read_figures<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<StepFigures>, Failure> {
+    let Some(first) = steps.first() else { return Ok(Vec::new()) };
+    let count = first.figures.dims()[0];
+    let all = steps.iter().flat_map(|step| [step.figures.clone(), step.gradient_norm.clone()]);
+    let of_step = |figures: &[f64]| StepFigures {
+        loss: figures[0],
+        gradient_norm: figures[count],
+        rewards: Rewards::of(&figures[1..count]),
+    };
+    Ok(read_scalars(all.collect())?.chunks_exact(count + 1).map(of_step).collect())
 }
 
 impl<B: Backend> Trainer<B> {
@@ -95,19 +128,21 @@ impl<B: Backend> Trainer<B> {
         collective: Collective,
     ) -> Result<Self, Failure> {
         let recipe = recipe.clone().sized_for(&task);
-        let model = match &recipe.init {
+        let initial = match &recipe.init {
             Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, None, &device)?,
             None if recipe.training.adapter == AdapterKind::Lora => {
                 return Err(Failure::usage(
                     "training.adapter is lora: an adapter needs a model to be on, --init MODEL",
                 ));
             }
-            None => recipe.model_config()?.init(recipe.training.seed, &device)?,
+            None => {
+                InitialModel { model: recipe.model_config()?.init(recipe.training.seed, &device)?, reference: None }
+            }
         };
-        Self::with_model_of_rank(&recipe, task, model, device, (ranks, collective))
+        Self::with_model_of_rank(&recipe, task, initial, device, (ranks, collective))
     }
 
-    /// Trains a given model.
+    /// Trains a given model. Preferences are measured against that model as it is given.
     ///
     /// # Errors
     /// If the device lacks the recipe's precision.
@@ -117,13 +152,15 @@ impl<B: Backend> Trainer<B> {
         model: Transformer<Autodiff<B>>,
         device: B::Device,
     ) -> Result<Self, Failure> {
-        Self::with_model_of_rank(recipe, task, model, device, (Ranks::only(), Collective::only()))
+        let reference = task.has_reference().then(|| model.clone().no_grad());
+        let initial = InitialModel { model, reference };
+        Self::with_model_of_rank(recipe, task, initial, device, (Ranks::only(), Collective::only()))
     }
 
     pub(crate) fn with_model_of_rank(
         recipe: &Recipe,
         task: Task,
-        model: Transformer<Autodiff<B>>,
+        InitialModel { model, reference }: InitialModel<Autodiff<B>>,
         device: B::Device,
         (ranks, collective): (Ranks, Collective),
     ) -> Result<Self, Failure> {
@@ -143,11 +180,24 @@ impl<B: Backend> Trainer<B> {
         let products = recipe.training.precision.f32_products();
         let sharding = Sharding { collective: collective.clone(), shard: training.shard, reduce: training.reduce };
         let optimizer = Optimizer::of_rank(training.optimizer, &model, sharding);
+        let prepared = |model: Transformer<Autodiff<B>>| {
+            model.with_activations(activations).with_f32_products(products).with_copies()
+        };
+        let lora = match (&recipe.init, training.adapter) {
+            (Some(base), AdapterKind::Lora) => {
+                let (family, config) = ModelFolder::new(base).config()?;
+                let new_tokens = model.config().vocab_size != config.vocab_size || task.initial_rows().is_some();
+                Some((family, recipe.lora_config(base, family, model.config(), new_tokens)?))
+            }
+            _ => None,
+        };
         Ok(Self {
             recipe: recipe.clone(),
             task: Arc::new(task),
             batches: None,
-            model: model.with_activations(activations).with_f32_products(products).with_copies(),
+            model: prepared(model),
+            reference: reference.map(prepared),
+            lora,
             optimizer,
             step: 0,
             device,
@@ -184,6 +234,28 @@ impl<B: Backend> Trainer<B> {
     /// The recipe, sized for the task's data.
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
+    }
+
+    /// Which part of the model is trained, if it is an adapter, and what the frozen weights are stored as.
+    pub(crate) fn described_training(&self) -> String {
+        if self.lora.is_none() {
+            return String::new();
+        }
+        let trained = trained_parameters(&self.model).into_iter();
+        let trained: usize = trained.map(|(_, _, shape, _)| shape.iter().product::<usize>()).sum();
+        let mut formats: Vec<&str> = Vec::new();
+        for (path, format) in self.model.clone().formats() {
+            let name = format.map_or("floats", Format::name);
+            if path.starts_with("blocks.") && !formats.contains(&name) {
+                formats.push(name);
+            }
+        }
+        format!(", of which an adapter of {:.2}M on {} is trained", trained as f64 / 1e6, formats.join(", "))
+    }
+
+    /// How much memory a step needs.
+    pub(crate) fn memory_estimate(&self) -> MemoryEstimate {
+        MemoryEstimate::of(&self.model, &self.recipe, self.reference.is_some(), self.ranks())
     }
 
     /// How many train it together.
@@ -249,7 +321,7 @@ impl<B: Backend> Trainer<B> {
         let key = RandomKey::new(training.seed).fold(self.step);
 
         let mut gradients = None;
-        let mut loss: Option<Tensor<B, 1>> = None;
+        let mut figures: Option<Tensor<B, 1>> = None;
         let rank = self.collective.rank();
         for (part, share) in batch.share(training.accumulation, rank).into_iter().enumerate() {
             let Some(batch) = share.batch else { continue };
@@ -258,11 +330,11 @@ impl<B: Backend> Trainer<B> {
                 let device = self.device.clone();
                 compile_ahead::<B>(&device, || drop(self.forward_backward(&batch, whole, None)));
             }
-            let (part_loss, of_parts) = self.forward_backward(&batch, whole, gradients);
+            let (of_part, of_parts) = self.forward_backward(&batch, whole, gradients);
             gradients = Some(of_parts);
-            loss = Some(match loss {
-                Some(sum) => sum + part_loss,
-                None => part_loss,
+            figures = Some(match figures {
+                Some(sum) => sum + of_part,
+                None => of_part,
             });
         }
         self.model.set_dropout(None);
@@ -279,50 +351,46 @@ impl<B: Backend> Trainer<B> {
             step: 0,
         };
         let _in_optimizer = part("optimizer");
-        let zero = || Tensor::zeros([1], &self.device);
-        let loss = loss.unwrap_or_else(zero);
+        let zeros = |count: usize| Tensor::zeros([count], &self.device);
+        let count = if self.reference.is_some() { 1 + Rewards::COUNT } else { 1 };
+        let figures = figures.unwrap_or_else(|| zeros(count));
         // Where no rank has a row there is nothing to learn; where others have, they need this one's zeros.
-        let (gradient_norm, loss) = match gradients {
-            None if rank.ranks == 1 || tokens == 0 => (zero(), loss),
+        let (gradient_norm, figures) = match gradients {
+            None if rank.ranks == 1 || tokens == 0 => (zeros(1), figures),
             gradients => {
                 let gradients = match gradients {
                     Some(mut gradients) => {
-                        self.model.mask_adapter_gradients(|parameter, mask| {
-                            let value = parameter.val();
-                            if let Some(gradient) = value.grad_remove(&mut gradients) {
-                                value.grad_replace(&mut gradients, gradient * mask.clone().inner());
-                            }
-                        });
+                        self.model.mask_adapter_gradients(&mut gradients);
                         ParameterGradients::take(&self.model, gradients)
                     }
                     None => ParameterGradients::none(&self.model),
                 };
-                self.optimizer.update(&mut self.model, gradients, settings, loss)
+                self.optimizer.update(&mut self.model, gradients, settings, figures)
             }
         };
         self.step += 1;
-        StepOutput { step: self.step - 1, learning_rate, tokens, loss, gradient_norm }
+        StepOutput { step: self.step - 1, learning_rate, tokens, figures, gradient_norm }
     }
 
-    /// The loss of a part of a batch with targets `whole`, scaled so that the losses of all parts
-    /// sum to the batch's mean, and its gradients, added to those of `earlier` parts.
+    /// The loss of a part of a batch with targets `whole`, and rewards where there are any, scaled so that those of all
+    /// parts sum to the batch's mean, and its gradients, added to those of `earlier` parts.
     fn forward_backward(
         &mut self,
         part: &Batch,
         whole: TargetCounts,
         earlier: Option<Gradients<B>>,
     ) -> (Tensor<B, 1>, Gradients<B>) {
-        let training = &self.recipe.training;
         let mut checkpoints = None;
-        let loss =
-            part.loss(&self.model, training, whole, &self.device, |tokens| match training.checkpoint_activations {
-                0 => self.model.forward(tokens),
-                every => {
-                    let (hidden, kept) = self.model.forward_with_checkpoints(tokens, every);
-                    checkpoints = Some(kept);
-                    hidden
-                }
-            });
+        let models = (&self.model, self.reference.as_ref());
+        let forward = |tokens| match self.recipe.training.checkpoint_activations {
+            0 => self.model.forward(tokens),
+            every => {
+                let (hidden, kept) = self.model.forward_with_checkpoints(tokens, every);
+                checkpoints = Some(kept);
+                hidden
+            }
+        };
+        let (loss, rewards) = part.loss(models, &self.recipe, whole, &self.device, forward);
         note_memory::<B>(&mut self.peak_memory, &self.device);
         let gradients = match checkpoints {
             Some(checkpoints) => {
@@ -331,7 +399,11 @@ impl<B: Backend> Trainer<B> {
             }
             None => backward(loss.clone(), earlier),
         };
-        (loss.inner(), gradients)
+        let loss = loss.inner();
+        match rewards {
+            Some(rewards) => (Tensor::cat(vec![loss, rewards.inner()], 0), gradients),
+            None => (loss, gradients),
+        }
     }
 
     /// Tracks peak device memory from here on, after each forward pass and before each update. The
@@ -358,7 +430,9 @@ impl<B: Backend> Trainer<B> {
     pub(crate) fn evaluate(&mut self, tokens: usize) -> Result<ValidationOutput, Failure> {
         self.ranks.tell(&Command::Judge { tokens });
         self.optimizer.complete(&mut self.model);
-        self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device, &self.collective)
+        let reference = self.reference.as_ref().map(for_inference);
+        let model = for_inference(&self.model);
+        self.task.validate(&model, reference.as_ref(), &self.recipe, tokens, &self.device, &self.collective)
     }
 
     /// Gives the model what other ranks have updated of its parameters.
@@ -395,22 +469,11 @@ impl<B: Backend> Trainer<B> {
     pub(crate) fn write(&self, folder: &Path) -> Result<(), Failure> {
         std::fs::create_dir_all(folder).map_err(Failure::io(folder))?;
         let model = self.model.valid();
-        match (&self.recipe.init, self.recipe.training.adapter) {
-            (Some(base), AdapterKind::Lora) => {
-                let (family, config) = ModelFolder::new(base).config()?;
-                let new_tokens = model.config().vocab_size != config.vocab_size || self.task.initial_rows().is_some();
-                let config = self.recipe.lora_config(base, family, model.config(), new_tokens);
-                AdapterSaver { family, config: &config }.save(&model, folder)?;
-            }
-            _ => ModelFolder::new(folder).save(&model)?,
+        match &self.lora {
+            Some((family, config)) => AdapterSaver { family: *family, config }.save(&model, folder)?,
+            None => ModelFolder::new(folder).save(&model)?,
         }
         self.task.save(folder)
-    }
-
-    /// The model without autodiff.
-    fn inference_model(&self) -> Transformer<B> {
-        let model = self.model.valid().with_activations(self.model.activations());
-        model.with_f32_products(self.model.f32_products())
     }
 
     /// The test report of `model`, or of the current model, if the task has test data.
@@ -421,8 +484,13 @@ impl<B: Backend> Trainer<B> {
         if !self.task.has_test() {
             return Ok(None);
         }
-        self.task.test(&model.unwrap_or_else(|| self.inference_model()), &self.device)
+        self.task.test(&model.unwrap_or_else(|| for_inference(&self.model)), &self.device)
     }
+}
+
+/// A model without autodiff.
+fn for_inference<B: Backend>(model: &Transformer<Autodiff<B>>) -> Transformer<B> {
+    model.valid().with_activations(model.activations()).with_f32_products(model.f32_products())
 }
 
 /// Records current device memory, if watched.

@@ -11,8 +11,8 @@ use fireclay_kernels::{
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
     MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow,
     SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
-    decode_step, dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions,
-    norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    decode_step, dropout, embed, embed_add, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add,
+    next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -157,8 +157,20 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
         refused("linear backward", &["weight is quantized"], || {
             Checked::new(LinearBackward {
                 grad: make.float([rows, 16]),
-                x: x(),
+                x: Some(x()),
                 weight: make.bytes([16, 8]).into(),
+                bias: None,
+                wanted: Wanted::ALL,
+                activation: None,
+                dropout: None,
+                sum: None,
+            })
+        });
+        refused("linear backward", &["x is missing"], || {
+            Checked::new(LinearBackward {
+                grad: make.float([rows, 16]),
+                x: None,
+                weight: make.float([16, 8]).into(),
                 bias: None,
                 wanted: Wanted::ALL,
                 activation: None,
@@ -428,6 +440,11 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
     refused("head_loss", &["weight [5, 7]", "hidden [3, 8]"], || loss([3, 8], [5, 7], 3));
     refused("head_loss", &["targets [4]", "hidden [3, 8]"], || loss([3, 8], [5, 8], 4));
     refused("head_loss", &["empty"], || loss([0, 8], [5, 8], 0));
+    let log_probs = |hidden: [usize; 2], weight: [usize; 2], targets: usize| {
+        head_log_probs(make.float(hidden), make.float(weight), make.ints([targets]), None)
+    };
+    refused("head_log_probs", &["weight [5, 7]", "hidden [3, 8]"], || log_probs([3, 8], [5, 7], 3));
+    refused("head_log_probs", &["targets [4]", "hidden [3, 8]"], || log_probs([3, 8], [5, 8], 4));
 
     for rows in [3, 40] {
         let sampled = |count: usize| SampledRows::<B>::new(&vec![Sampling::greedy().into(); count], &make.0);

@@ -7,8 +7,9 @@ use burn::module::{AutodiffModule, Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 use fireclay::recipe::schema::OptimizerKind;
 use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
+use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{Backend, Format, HeadLossOptions, RandomKey};
-use fireclay_model::{Adapter, Block, Linear, Transformer, TransformerConfig, named_parameters};
+use fireclay_model::{Adapter, Block, Linear, Matrix, Transformer, TransformerConfig, named_parameters};
 
 use crate::backend_test;
 use crate::compare::{assert_close, random, tolerance, values};
@@ -39,7 +40,9 @@ fn adapter<B: Backend>([d_output, d_input]: [usize; 2], zero: bool, device: &B::
 }
 
 /// The linear layers of all blocks.
-fn linears<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> impl Iterator<Item = &mut Linear<Autodiff<B>>> {
+pub(crate) fn linears<B: Backend>(
+    model: &mut Transformer<Autodiff<B>>,
+) -> impl Iterator<Item = &mut Linear<Autodiff<B>>> {
     model.blocks.iter_mut().flat_map(|Block { attention, feed_forward, .. }| {
         [&mut attention.qkv, &mut attention.output, &mut feed_forward.up, &mut feed_forward.down]
     })
@@ -120,6 +123,68 @@ backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>
             assert_eq!(first != last, path.contains(".adapter."), "{dtype:?}: {path}");
         }
     }
+});
+
+/// The model whose matrices are floats of the same values.
+fn dequantized<B: Backend>(mut model: Transformer<Autodiff<B>>) -> Transformer<Autodiff<B>> {
+    let float = |matrix: &Matrix<Autodiff<B>>| -> Matrix<Autodiff<B>> {
+        Param::from_tensor(matrix.weight().into_float(FloatDType::F32).detach()).into()
+    };
+    for linear in linears(&mut model) {
+        linear.base = float(&linear.base);
+    }
+    model.embedding = float(&model.embedding);
+    model.head = model.head.as_ref().map(float);
+    model
+}
+
+backend_test!(gradients_over_a_quantized_base_are_those_over_its_weights_as_floats::<B>(device) {
+    let mut config = TransformerConfig::llama(40, 16, 256, 2, 4);
+    config.d_ff = 256;
+    let model = config.init::<Autodiff<B>>(3, &device).expect("a config that holds together");
+    let formats: Vec<Format> = Format::ALL.into_iter().filter(|format| format.quantizes()).collect();
+    assert!(formats.len() > 8, "{formats:?}");
+    for format in formats {
+        let quantized = model.clone().with_quantized_matrices(format).expect("the device works");
+        let frozen = |model| adapted(model, false, &device).with_trained(|path| path.contains(".adapter."));
+        let floats = frozen(dequantized(quantized.clone()));
+        let quantized = frozen(quantized);
+        let all = |model: &Transformer<Autodiff<B>>| {
+            let loss = loss(model, &device);
+            let value = values(&loss.clone().inner())[0];
+            (value, ParameterGradients::take(model, loss.backward()).into_inner())
+        };
+        let ((loss, gradients), (wanted_loss, wanted)) = (all(&quantized), all(&floats));
+        let tolerance = if crate::backend().as_str() == "cpu" { 1e-5 } else { 1e-3 };
+        assert!((loss - wanted_loss).abs() < tolerance * wanted_loss, "{format:?}: {loss} instead of {wanted_loss}");
+        assert_eq!(gradients.len(), 2 * 4 * 2);
+        for (at, (gradient, wanted)) in gradients.into_iter().zip(wanted).enumerate() {
+            let [gradient, wanted] = [gradient, wanted].map(|gradient| values(&gradient.expect("a gradient")));
+            let scale = wanted.iter().fold(0f32, |most, value| most.max(value.abs()));
+            let off = gradient.iter().zip(&wanted).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+            assert!(scale > 0.0 && off < tolerance * scale, "{format:?}: gradient {at} is {off} off, of {scale}");
+        }
+    }
+});
+
+backend_test!(backward_computes_no_gradient_of_a_frozen_weight::<B>(device) {
+    let frozen = |model| adapted(model, false, &device).with_trained(|path| path.contains(".adapter."));
+    let mut model = frozen(model::<B>(&device));
+    let loss = loss(&model, &device);
+    let recording = Recording::start_calls::<Autodiff<B>>(&device).expect("a recording");
+    drop(loss.backward());
+    let report = recording.stop().expect("a report");
+    let is_projection = |name: &str| name.starts_with("linear") && name.ends_with("backward");
+    let flops: u64 = report.ops.iter().filter(|op| is_projection(op.name)).map(|op| op.flops).sum();
+    let rows = 2 * 15;
+    // One product for each frozen weight, and two for each matrix of an adapter.
+    let product = |size: usize| 2 * rows * size as u64;
+    let of_linear = |[d_output, d_input]: [usize; 2]| product(d_output * d_input) + 2 * product(RANK * (d_output + d_input));
+    let dims: Vec<[usize; 2]> = linears(&mut model).map(|linear| linear.base.dims()).collect();
+    let all: u64 = dims.iter().map(|dims| of_linear(*dims)).sum();
+    // Nothing before the first adapter is trained.
+    let [d_output, d_input] = dims[0];
+    assert_eq!(flops, all - product(d_output * d_input));
 });
 
 backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {

@@ -15,7 +15,7 @@ use crate::backend_test;
 use crate::compare::values;
 use crate::golden::folder as golden;
 
-fn tokenizer() -> Tokenizer {
+pub(crate) fn tokenizer() -> Tokenizer {
     Tokenizer::load(&golden("chats").join("tokenizer.json")).expect("a tokenizer")
 }
 
@@ -182,7 +182,7 @@ backend_test!(a_packed_row_has_the_loss_of_its_sequences_apart::<B>(device) {
 });
 
 /// A small model without a chat template, and conversations: each answer is the word that was asked for.
-fn base_and_chats(folder: &Path) {
+pub(crate) fn base_and_chats(folder: &Path) {
     let config = TransformerConfig::llama(tokenizer().vocab_size(), 64, 32, 1, 2);
     let device = Default::default();
     let model = config.init::<burn::backend::NdArray>(3, &device).expect("a config that holds together");
@@ -203,7 +203,7 @@ fn write_chats(folder: &Path, shift: usize) {
     std::fs::write(folder.join("chats.jsonl"), (0..80).map(line).collect::<Vec<_>>().join("\n")).expect("writable");
 }
 
-fn tune(folder: &Path, out: &str, settings: &[&str]) -> std::process::Output {
+pub(crate) fn tune(folder: &Path, out: &str, settings: &[&str]) -> std::process::Output {
     let mut command = crate::cli::program();
     command.current_dir(folder).args([
         "train",

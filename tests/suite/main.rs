@@ -16,6 +16,7 @@ mod data;
 mod decoding;
 mod export;
 mod families;
+mod fine_tuning;
 mod gguf;
 mod golden;
 mod gradients;
@@ -26,6 +27,7 @@ mod learning;
 mod mutation;
 mod packed;
 mod peft;
+mod preferences;
 mod profiling;
 #[cfg(target_os = "linux")]
 mod ranks;

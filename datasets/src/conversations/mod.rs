@@ -15,8 +15,9 @@ mod layout;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
+use crate::embedded::chats::chats;
 use crate::error::DataError;
 use crate::sources::TextSource;
 
@@ -56,7 +57,37 @@ pub struct Conversations {
     pub all: Vec<Conversation>,
 }
 
+impl Conversation {
+    /// A prompt with its answer, which is supervised.
+    fn of_prompt(prompt: String, answer: String) -> Self {
+        let turn = |role: &str, content: String| json!({ "role": role, "content": content });
+        Self {
+            messages: vec![turn("user", prompt), turn("assistant", answer)],
+            tools: Value::Null,
+            variables: Map::new(),
+            supervised: vec![false, true],
+        }
+    }
+}
+
+/// The name of the embedded conversations.
+pub const EMBEDDED_CHATS: &str = "embedded:chats";
+
 impl Conversations {
+    /// The conversations in `path`, or the embedded ones for [`EMBEDDED_CHATS`].
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        match path.to_str() {
+            Some(EMBEDDED_CHATS) => {
+                let all = chats().into_iter().map(|[prompt, answer]| Conversation::of_prompt(prompt, answer)).collect();
+                Ok(Self { layout: Layout::Messages, all })
+            }
+            _ => Self::read(path),
+        }
+    }
+
     /// Reads all records of `path`; the first record shows the layout.
     ///
     /// # Errors
@@ -129,8 +160,6 @@ fn records(
 #[cfg(test)]
 mod tests {
     use std::fs;
-
-    use serde_json::json;
 
     use super::*;
 

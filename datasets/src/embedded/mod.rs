@@ -1,4 +1,5 @@
 //! Embedded data sets, each a generator and its grammar.
 
+pub(crate) mod chats;
 pub(crate) mod home;
 pub(crate) mod stories;

@@ -11,6 +11,7 @@ pub(crate) mod download;
 pub(crate) mod dropout;
 pub(crate) mod embed;
 pub(crate) mod feed_forward;
+pub(crate) mod head_log_probs;
 pub(crate) mod head_loss;
 pub(crate) mod head_sample;
 #[cfg(feature = "cuda")]

@@ -199,6 +199,12 @@ impl<B: Backend> QuantizedWeight<B> {
         [d_output, self.format.row_length(words)]
     }
 
+    /// Bytes of words and scales.
+    pub fn bytes(&self) -> u64 {
+        let scales = self.scales.as_ref().map_or(0, |scales| scales.dims()[0]);
+        4 * (self.packed.dims().iter().product::<usize>() + scales) as u64
+    }
+
     /// The weights, f32 `[d_output, d_input]`, correct on every backend.
     pub(crate) fn reference(self) -> Tensor<B, 2> {
         let Self { packed, scales, format, order } = &self;

@@ -28,7 +28,7 @@ pub struct LoraFiles {
 /// What an adapter does to the weight `[d_output, d_input]` of a module.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ModuleUpdate {
-    /// `weight + scale * b a`, or with a magnitude a row, the rows of that with those lengths.
+    /// `weight + scale * b a`, or with a magnitude per row, the rows of that with those lengths.
     LowRank {
         /// `[rank, d_input]`.
         a: Matrix,
@@ -108,6 +108,11 @@ impl LoraFiles {
     /// Whether a folder holds an adapter.
     pub fn are_in(folder: &Path) -> bool {
         folder.join(CONFIG).is_file()
+    }
+
+    /// Whether a folder holds an adapter, and no model.
+    pub fn are_alone_in(folder: &Path) -> bool {
+        Self::are_in(folder) && !folder.join("config.json").exists()
     }
 
     /// Reads the adapter in a folder.

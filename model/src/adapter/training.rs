@@ -5,8 +5,10 @@ use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
+use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use safetensors::tensor::{Dtype, TensorView};
 
 use fireclay_kernels::{Backend, RandomKey};
@@ -15,7 +17,8 @@ use super::config::{LoraConfig, Targets, ends_in};
 use super::files::{CONFIG, LoraFiles, ModuleUpdate, PREFIX, WEIGHTS};
 use crate::error::WeightsError;
 use crate::hub::{Family, HubTensor};
-use crate::linear::{Adapter, Linear};
+use crate::linear::{Adapter, Linear, Magnitude};
+use crate::matrix::Matrix;
 use crate::parameters::{named_parameters, parameter_shapes, path_of, segment};
 use crate::synced::write_synced;
 use crate::transformer::Transformer;
@@ -77,6 +80,7 @@ impl<B: Backend> Transformer<B> {
             let scale = blocks[0].scale;
             let (mut a, mut b) = (vec![0.0; rank * d_input], vec![0.0; d_output * rank]);
             let mut mask = vec![0.0; d_output * rank];
+            let (mut magnitudes, mut adapted) = (vec![0.0; d_output], vec![0.0; d_output]);
             for Block { module, rows, ranks, scale: own_scale } in &blocks {
                 used.push(module.clone());
                 let bound = 1.0 / (d_input as f64).sqrt();
@@ -90,11 +94,21 @@ impl<B: Backend> Transformer<B> {
                 for row in rows.clone() {
                     mask[row * rank..][ranks.clone()].fill(1.0);
                 }
+                adapted[rows.clone()].fill(1.0);
                 let Some(files) = files else { continue };
                 let update = files.update(&format!("{module}.weight"));
-                let Some(ModuleUpdate::LowRank { a: stored_a, b: stored_b, magnitude: None, .. }) = update else {
+                let Some(ModuleUpdate::LowRank { a: stored_a, b: stored_b, magnitude, .. }) = update else {
                     return Err(format!("the adapter has no matrices for {module}"));
                 };
+                if let Some(magnitude) = magnitude {
+                    if magnitude.len() != rows.len() {
+                        let (own, wanted) = (magnitude.len(), rows.len());
+                        return Err(format!(
+                            "the adapter's magnitude for {module} has {own} elements instead of {wanted}"
+                        ));
+                    }
+                    magnitudes[rows.clone()].copy_from_slice(magnitude);
+                }
                 if (stored_a.shape, stored_b.shape) != ([ranks.len(), d_input], [rows.len(), ranks.len()]) {
                     return Err(format!(
                         "the adapter's matrices for {module} are {:?} and {:?}",
@@ -113,9 +127,22 @@ impl<B: Backend> Transformer<B> {
                 |values: Vec<f32>, shape: [usize; 2]| Tensor::from_data(TensorData::new(values, shape), &device);
             let parameter = |values, shape| Param::from_tensor(matrix(values, shape)).into();
             let whole = mask.iter().all(|on| *on == 1.0);
+            let magnitude = config.dora.then(|| {
+                let vector = |values: Vec<f32>| Tensor::<B, 1>::from_data(TensorData::new(values, [d_output]), &device);
+                let base_squares = row_squares(&linear.base);
+                let all = adapted.iter().all(|on| *on == 1.0);
+                let rows = vector(adapted);
+                let lengths = base_squares.clone().sqrt();
+                let lengths = match files {
+                    Some(_) => lengths.clone() * (-rows.clone() + 1.0) + vector(magnitudes),
+                    None => lengths,
+                };
+                Magnitude { parameter: Param::from_tensor(lengths), base_squares, rows: (!all).then_some(rows) }
+            });
             linear.adapter = Some(Adapter {
                 blocks: (!whole).then(|| matrix(mask, [d_output, rank])),
                 dropout_probability: config.dropout,
+                magnitude,
                 ..Adapter::new(parameter(a, [rank, d_input]), parameter(b, [d_output, rank]), scale)
             });
         }
@@ -135,6 +162,13 @@ impl<B: Backend> Transformer<B> {
         let saved = self.saved_parameters(family, config)?;
         if let Some(files) = files {
             self = self.with_saved(files, &saved)?;
+        }
+        for (path, matrix) in self.matrices_mut() {
+            let Some((name, _)) = saved.iter().find(|(_, saved)| *saved == path) else { continue };
+            if matrix.is_quantized() {
+                return Err(format!("{name} is quantized, and cannot be trained whole"));
+            }
+            matrix.make_f32();
         }
         let saved: Vec<String> = saved.into_iter().map(|(_, path)| path).collect();
         Ok(self.with_trained(|path| path.contains(".adapter.") || saved.iter().any(|saved| saved == path)))
@@ -218,14 +252,34 @@ impl<B: Backend> Transformer<B> {
         }
         Ok(saved)
     }
+}
 
-    /// Gradients of adapters are of their blocks alone: takes out what is beyond them.
-    pub fn mask_adapter_gradients(&self, mut each: impl FnMut(&Param<Tensor<B, 2>>, &Tensor<B, 2>)) {
-        for block in &self.blocks {
-            for linear in block.linears() {
-                if let Some(Adapter { b, blocks: Some(mask), .. }) = &linear.adapter {
-                    each(&b.parameter, mask);
-                }
+/// The squared length of each row of a weight, f32.
+fn row_squares<B: Backend>(matrix: &Matrix<B>) -> Tensor<B, 1> {
+    let weight = matrix.weight().into_float(FloatDType::F32).detach().set_require_grad(false).cast(DType::F32);
+    weight.powi_scalar(2).sum_dim(1).squeeze_dim::<1>(1)
+}
+
+impl<B: Backend> Transformer<Autodiff<B>> {
+    /// Zeroes the gradients of adapters outside the modules that they are on.
+    pub fn mask_adapter_gradients(&self, gradients: &mut <Autodiff<B> as AutodiffBackend>::Gradients) {
+        fn mask<B: Backend, const D: usize>(
+            parameter: &Param<Tensor<Autodiff<B>, D>>,
+            mask: &Tensor<Autodiff<B>, D>,
+            gradients: &mut <Autodiff<B> as AutodiffBackend>::Gradients,
+        ) {
+            let value = parameter.val();
+            if let Some(gradient) = value.grad_remove(gradients) {
+                value.grad_replace(gradients, gradient * mask.clone().inner());
+            }
+        }
+        for adapter in self.blocks.iter().flat_map(|block| block.linears()).filter_map(|linear| linear.adapter.as_ref())
+        {
+            if let Some(blocks) = &adapter.blocks {
+                mask(&adapter.b.parameter, blocks, gradients);
+            }
+            if let Some(Magnitude { parameter, rows: Some(rows), .. }) = &adapter.magnitude {
+                mask(parameter, rows, gradients);
             }
         }
     }
@@ -263,6 +317,10 @@ impl AdapterSaver<'_> {
                 let [d_output, d_input] = base.dims()[..] else { continue };
                 let values = |matrix: Tensor<B, 2>| -> Vec<f32> { matrix.into_data().iter::<f32>().collect() };
                 let (a, b) = (values(adapter.a.val()), values(adapter.b.val()));
+                let magnitude = adapter
+                    .magnitude
+                    .as_ref()
+                    .map(|magnitude| magnitude.parameter.val().into_data().iter::<f32>().collect::<Vec<f32>>());
                 let rank = a.len() / d_input;
                 let blocks = blocks(self.family, model.config(), self.config, &path, d_output).map_err(wrong)?;
                 for Block { module, rows, ranks, scale } in blocks {
@@ -270,6 +328,10 @@ impl AdapterSaver<'_> {
                     let own_a = a[ranks.start * d_input..ranks.end * d_input].to_vec();
                     let own_b = rows.clone().flat_map(|row| b[row * rank..][ranks.clone()].iter().map(|b| b * factor));
                     let name = |kind: &str| format!("{PREFIX}{module}.{kind}.weight");
+                    if let Some(magnitude) = &magnitude {
+                        let own = magnitude[rows.clone()].to_vec();
+                        tensors.insert(format!("{PREFIX}{module}.lora_magnitude_vector"), (vec![rows.len()], own));
+                    }
                     tensors.insert(name("lora_B"), (vec![rows.len(), ranks.len()], own_b.collect()));
                     tensors.insert(name("lora_A"), (vec![ranks.len(), d_input], own_a));
                 }

@@ -9,7 +9,8 @@ use super::mask::Example;
 use crate::failure::Failure;
 use crate::inference::chat::ChatTemplate;
 use crate::inference::template::folder as templates;
-use crate::model_folder;
+use crate::model_folder::{self, ModelSource};
+use crate::recipe::schema::Recipe;
 use crate::run_folder::{GENERATION, TOKENIZER, TOKENIZER_SETTINGS, write_atomic};
 
 /// The template of a model that has none: one control token a role, and one that ends a turn.
@@ -25,11 +26,11 @@ const DEFAULT_TEMPLATE: &str = "{%- for message in messages -%}\
 const DEFAULT_TOKENS: [&str; 5] = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"];
 
 /// What a chat model has besides its weights.
-pub(super) struct ChatFolder {
-    pub(super) tokenizer: Tokenizer,
-    pub(super) template: ChatTemplate,
+pub(in crate::tasks) struct ChatFolder {
+    pub(in crate::tasks) tokenizer: Tokenizer,
+    pub(in crate::tasks) template: ChatTemplate,
     /// For each token the one of the model to begin from whose embedding it takes, where there are new tokens.
-    pub(super) rows: Option<Vec<Option<u32>>>,
+    pub(in crate::tasks) rows: Option<Vec<Option<u32>>>,
     /// `tokenizer_config.json`, with template and special tokens.
     settings: Map<String, Value>,
     /// `generation_config.json`.
@@ -37,8 +38,22 @@ pub(super) struct ChatFolder {
 }
 
 impl ChatFolder {
-    /// Of a model that is fine-tuned, by the template in `file`, its own, or a default one whose tokens are new.
-    pub(super) fn begin(model: &Path, file: Option<&Path>) -> Result<Self, Failure> {
+    /// Of the model that a recipe fine-tunes, with the template that it names, the model's own, or a default one whose
+    /// tokens are new.
+    pub(in crate::tasks) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
+        let Some(model) = model else {
+            return Err(Failure::usage("fine-tuning on conversations needs a model to begin from: --init MODEL"));
+        };
+        let source = ModelSource::from(model);
+        let source = match &recipe.init_adapter {
+            Some(adapter) => source.with_adapter(adapter),
+            None => source,
+        };
+        Self::of(source.text(), model, recipe.chat_template())
+    }
+
+    /// With the tokenizer and the template in the folder `model`, of a model with its weights in `weights`.
+    fn of(model: &Path, weights: &Path, file: Option<&Path>) -> Result<Self, Failure> {
         let tokenizer = model_folder::tokenizer(model)?;
         let own = templates::read(model)?;
         let mut settings = json_of(&model.join(TOKENIZER_SETTINGS))?;
@@ -51,7 +66,7 @@ impl ChatFolder {
             Some(file) => Value::String(std::fs::read_to_string(file).map_err(Failure::io(file))?),
             None => match own.templates.len() {
                 0 => {
-                    let (tokenizer, rows) = with_default_tokens(&tokenizer, model)?;
+                    let (tokenizer, rows) = with_default_tokens(&tokenizer, weights)?;
                     settings.insert("chat_template".into(), DEFAULT_TEMPLATE.into());
                     let template = ChatTemplate::new(DEFAULT_TEMPLATE.into(), String::new(), String::new())?;
                     return Ok(Self { tokenizer, template, rows, settings, generation });
@@ -69,7 +84,7 @@ impl ChatFolder {
     }
 
     /// Of a checkpoint.
-    pub(super) fn open(folder: &Path) -> Result<Self, Failure> {
+    pub(in crate::tasks) fn open(folder: &Path) -> Result<Self, Failure> {
         Ok(Self {
             tokenizer: Tokenizer::load(&folder.join(TOKENIZER))?,
             template: ChatTemplate::open(folder)?,
@@ -80,7 +95,11 @@ impl ChatFolder {
     }
 
     /// Adds the tokens that end supervised turns to those that end generation.
-    pub(super) fn learn_ends(&mut self, examples: &[Example], is_control: impl Fn(u32) -> bool) {
+    pub(in crate::tasks) fn learn_ends<'a>(
+        &mut self,
+        examples: impl IntoIterator<Item = &'a Example>,
+        is_control: impl Fn(u32) -> bool,
+    ) {
         let mut ends: Vec<u64> = match self.generation.remove("eos_token_id") {
             Some(Value::Array(ends)) => ends.iter().filter_map(Value::as_u64).collect(),
             Some(end) => end.as_u64().into_iter().collect(),
@@ -100,7 +119,7 @@ impl ChatFolder {
         self.generation.insert("eos_token_id".into(), ends.into());
     }
 
-    pub(super) fn save(&self, folder: &Path) -> Result<(), Failure> {
+    pub(in crate::tasks) fn save(&self, folder: &Path) -> Result<(), Failure> {
         self.tokenizer.save(&folder.join(TOKENIZER))?;
         for (name, content) in [(TOKENIZER_SETTINGS, &self.settings), (GENERATION, &self.generation)] {
             let text = serde_json::to_string_pretty(content).map_err(|error| Failure::new(error.to_string()))?;

@@ -41,6 +41,25 @@ impl Example {
     pub fn supervised_count(&self) -> usize {
         self.supervised.iter().filter(|supervised| **supervised).count()
     }
+
+    /// Positions that it takes in a row: its last token is only predicted.
+    pub(in crate::tasks) fn positions(&self) -> usize {
+        self.tokens.len().saturating_sub(1)
+    }
+
+    /// As text, with what is supervised within marks: in colour, or in double brackets.
+    pub(in crate::tasks) fn shown(&self, tokenizer: &Tokenizer, colour: bool) -> Result<String, Failure> {
+        let Self { tokens, supervised } = self;
+        let (begin, end) = if colour { ("\x1b[32m", "\x1b[0m") } else { ("[[", "]]") };
+        let (mut shown, mut at) = (String::new(), 0);
+        while at < tokens.len() {
+            let run = supervised[at..].iter().take_while(|flag| **flag == supervised[at]).count();
+            let text = tokenizer.decode_with_control(&tokens[at..at + run])?;
+            shown += &if supervised[at] { format!("{begin}{text}{end}") } else { text };
+            at += run;
+        }
+        Ok(shown)
+    }
 }
 
 /// A text, and the ranges of its bytes that the assistant writes.
@@ -69,7 +88,7 @@ impl<'a> Masker<'a> {
     }
 
     /// Whether a token is a control token.
-    pub(super) fn is_control(&self, token: u32) -> bool {
+    pub(in crate::tasks) fn is_control(&self, token: u32) -> bool {
         self.control.get(token as usize).copied().unwrap_or(false)
     }
 

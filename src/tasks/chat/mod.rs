@@ -9,16 +9,17 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use fireclay_datasets::conversations::{Conversation, Conversations, Layout};
-use fireclay_datasets::{BatchKey, TokenBatch, Tokenizer};
+use fireclay_datasets::{BatchKey, IGNORED_TARGET, TokenBatch, Tokenizer};
 use fireclay_kernels::{Backend, Collective, HeadLossOptions, RandomKey, Rank, all_reduce};
 use fireclay_model::{Transformer, TransformerConfig};
 use rayon::prelude::*;
 
-use self::folder::ChatFolder;
+pub(super) use self::folder::ChatFolder;
 pub use self::mask::{Example, Masker};
-use self::packing::{Rows, positions, shuffled};
+pub(super) use self::packing::Rows;
 use super::language;
-use crate::device_read::read_scalars;
+use super::validation::Validation;
+use crate::device_read::{read_scalars, recorded};
 use crate::failure::Failure;
 use crate::recipe::schema::{Recipe, TrainingRecipe};
 
@@ -61,10 +62,7 @@ pub struct Report {
 impl Chat {
     /// The conversations of `recipe`, by the tokenizer and the chat template of the model to begin from.
     pub(super) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
-        let Some(model) = model else {
-            return Err(Failure::usage("fine-tuning on conversations needs a model to begin from: --init MODEL"));
-        };
-        Self::of(recipe, ChatFolder::begin(model, recipe.chat_template())?)
+        Self::of(recipe, ChatFolder::begin(recipe, model)?)
     }
 
     /// The same by what the checkpoint `folder` has.
@@ -80,7 +78,7 @@ impl Chat {
         if source.is_empty() {
             return Err(recipe.lacks_data("conversations"));
         }
-        let read = Conversations::read(Path::new(source))?;
+        let read = Conversations::open(Path::new(source))?;
         let (seq_length, about) =
             (recipe.training.seq_length, |number: usize| format!("{source}: record {}", number + 1));
         let mut report = Report { layout: Some(read.layout), conversations: read.all.len(), ..Report::default() };
@@ -98,7 +96,7 @@ impl Chat {
         for (of_one, held_out) in all.into_iter().zip(held_out) {
             let before = report.examples;
             for mut example in of_one {
-                if positions(&example) > seq_length {
+                if example.positions() > seq_length {
                     example.tokens.truncate(seq_length + 1);
                     example.supervised.truncate(seq_length + 1);
                     report.cut += 1;
@@ -109,7 +107,7 @@ impl Chat {
                     continue;
                 }
                 report.examples += 1;
-                report.tokens += positions(&example);
+                report.tokens += example.positions();
                 report.supervised += supervised;
                 if held_out { &mut valid } else { &mut train }.push(example);
             }
@@ -140,22 +138,11 @@ impl Chat {
 
     /// The rows of a step: each row once an epoch, in an order that the seed and the epoch decide.
     pub(super) fn batch(&self, key: BatchKey, rows: usize) -> TokenBatch {
-        let count = self.train.rows.len() as u64;
-        let mut order: (u64, Vec<usize>) = (u64::MAX, Vec::new());
-        let chosen: Vec<usize> = (0..rows as u64)
-            .map(|row| {
-                let row = key.step * rows as u64 + row;
-                let epoch = row / count;
-                if order.0 != epoch {
-                    order = (epoch, shuffled(count as usize, key.seed, epoch));
-                }
-                order.1[(row % count) as usize]
-            })
-            .collect();
-        self.train.batch(&chosen)
+        self.train.batch(&self.train.rows.of_step(key, rows))
     }
 
-    /// Mean loss of held-out examples' supervised tokens, of about `tokens` positions, in nats; one read from the device.
+    /// Mean loss of held-out examples' supervised tokens, of about `tokens` positions, in nats, and the share of answers
+    /// that greedy decoding would generate: those whose every token has the largest logit.
     pub(super) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
@@ -163,17 +150,33 @@ impl Chat {
         tokens: usize,
         device: &B::Device,
         collective: &Collective,
-    ) -> Result<f64, Failure> {
+    ) -> Result<Validation, Failure> {
         let Rank { rank, ranks } = collective.rank();
         let rows: Vec<usize> = (0..self.valid.rows.len()).take(tokens.div_ceil(self.valid.seq_length).max(1)).collect();
-        let batches: Vec<TokenBatch> = rows.chunks(batch_size).map(|rows| self.valid.batch(rows)).collect();
-        let total: usize = batches.iter().map(TokenBatch::target_count).sum();
+        let batches: Vec<(&[usize], TokenBatch)> =
+            rows.chunks(batch_size).map(|rows| (rows, self.valid.batch(rows))).collect();
+        let total: usize = batches.iter().map(|(_, batch)| batch.target_count()).sum();
         let mut sum = Tensor::<B, 1>::zeros([1], device);
-        for batch in batches.iter().skip(rank).step_by(ranks) {
+        let mut answers = (0, 0);
+        for (rows, batch) in batches.iter().skip(rank).step_by(ranks) {
             let share = batch.target_count() as f64 / total.max(1) as f64;
-            sum = sum + language::loss(model, batch, HeadLossOptions::new().with_weight(share), device);
+            let options = HeadLossOptions::new().with_weight(share);
+            let mut states = None;
+            sum = sum
+                + language::loss_by(model, batch, options, device, |tokens| {
+                    let hidden = model.forward(tokens);
+                    states = Some(hidden.clone());
+                    hidden
+                });
+            if let Some(states) = states {
+                let (right, all) = self.valid.right_answers(rows, batch, &top_tokens(model, states)?);
+                answers = (answers.0 + right, answers.1 + all);
+            }
         }
-        Ok(read_scalars(all_reduce(vec![sum], collective))?[0])
+        let counts = Tensor::from_floats([answers.0 as f32, answers.1 as f32], device);
+        let figures = read_scalars(all_reduce(vec![Tensor::cat(vec![sum, counts], 0)], collective))?;
+        let share = 100.0 * figures[1] / figures[2].max(1.0);
+        Ok(Validation { answer_accuracy: Some(share), ..Validation::of_loss(figures[0]) })
     }
 
     pub(super) fn checksum(&self) -> Result<String, Failure> {
@@ -202,18 +205,9 @@ impl Chat {
     }
 
     /// The first example as the model reads it, with what is supervised within marks: in colour, or in double brackets.
-    pub(crate) fn preview(&self, colour: bool) -> Result<String, Failure> {
-        let Some(Example { tokens, supervised }) = self.train.examples.first() else { return Ok(String::new()) };
-        let (begin, end) = if colour { ("\x1b[32m", "\x1b[0m") } else { ("[[", "]]") };
-        let mut shown = String::new();
-        let mut at = 0;
-        while at < tokens.len() {
-            let run = supervised[at..].iter().take_while(|flag| **flag == supervised[at]).count();
-            let text = self.folder.tokenizer.decode_with_control(&tokens[at..at + run])?;
-            shown += &if supervised[at] { format!("{begin}{text}{end}") } else { text };
-            at += run;
-        }
-        Ok(shown)
+    pub(super) fn preview(&self, colour: bool) -> Result<String, Failure> {
+        let Some(example) = self.train.examples.first() else { return Ok(String::new()) };
+        example.shown(&self.folder.tokenizer, colour)
     }
 
     pub(super) fn save(&self, folder: &Path) -> Result<(), Failure> {
@@ -223,9 +217,25 @@ impl Chat {
 
 impl Packed {
     fn new(examples: Vec<Example>, seq_length: usize, packing: bool) -> Self {
-        let lengths: Vec<usize> = examples.iter().map(positions).collect();
+        let lengths: Vec<usize> = examples.iter().map(Example::positions).collect();
         let rows = if packing { Rows::packed(&lengths, seq_length) } else { Rows::apart(lengths.len()) };
         Self { examples, rows, seq_length }
+    }
+
+    /// How many examples of a batch of rows have the tokens `top` at all supervised positions, and how many there are.
+    fn right_answers(&self, rows: &[usize], batch: &TokenBatch, top: &[i32]) -> (usize, usize) {
+        let (mut right, mut all) = (0, 0);
+        for (at, row) in rows.iter().enumerate() {
+            let mut first = at * self.seq_length;
+            for example in self.rows.of_row(*row) {
+                let places = first..first + self.examples[*example].positions();
+                first = places.end;
+                let mut supervised = places.filter(|place| batch.targets()[*place] != IGNORED_TARGET);
+                right += usize::from(supervised.all(|place| batch.targets()[place] == top[place]));
+                all += 1;
+            }
+        }
+        (right, all)
     }
 
     fn batch(&self, rows: &[usize]) -> TokenBatch {
@@ -233,8 +243,26 @@ impl Packed {
     }
 }
 
+/// Logits that are computed at a time for their largest.
+const LOGITS: usize = 1 << 24;
+
+/// The token with the largest logit at each position, from hidden states.
+fn top_tokens<B: Backend>(model: &Transformer<B>, hidden: Tensor<B, 3>) -> Result<Vec<i32>, Failure> {
+    let [rows, length, width] = hidden.dims();
+    let (hidden, positions) = (hidden.reshape([1, rows * length, width]), rows * length);
+    let each = (LOGITS / model.config().vocab_size).clamp(1, positions);
+    let mut top = Vec::with_capacity(positions);
+    for first in (0..positions).step_by(each) {
+        let states = hidden.clone().narrow(1, first, each.min(positions - first));
+        let tokens = recorded(model.logits(states).argmax(2).try_into_data());
+        let tokens = tokens.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+        top.extend(tokens.iter::<i32>());
+    }
+    Ok(top)
+}
+
 /// Which of `count` conversations are held out: about the share `holdout`, and of two or more at least one.
-fn held_out(count: usize, holdout: f64, seed: u64) -> Vec<bool> {
+pub(super) fn held_out(count: usize, holdout: f64, seed: u64) -> Vec<bool> {
     let wanted = ((count as f64 * holdout).round() as usize).clamp(1, count.saturating_sub(1).max(1));
     let key = RandomKey::new(seed).fold(0x686f_6c64);
     let mut order: Vec<usize> = (0..count).collect();

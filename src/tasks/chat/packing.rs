@@ -1,18 +1,18 @@
 //! Sequences in rows of one length.
 
-use fireclay_datasets::TokenBatch;
+use fireclay_datasets::{BatchKey, TokenBatch};
 use rayon::prelude::*;
 
 use super::mask::Example;
 
 /// For each row the examples in it, by their numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Rows(Vec<Vec<usize>>);
+pub(in crate::tasks) struct Rows(Vec<Vec<usize>>);
 
 impl Rows {
     /// Packs examples of these lengths into rows of `length`, as few as best-fit decreasing finds: the longest first, each into the
     /// fullest row that has room.
-    pub(super) fn packed(lengths: &[usize], length: usize) -> Self {
+    pub(in crate::tasks) fn packed(lengths: &[usize], length: usize) -> Self {
         let mut order: Vec<usize> = (0..lengths.len()).collect();
         order.sort_by_key(|example| (std::cmp::Reverse(lengths[*example]), *example));
         let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -34,16 +34,36 @@ impl Rows {
     }
 
     /// One example a row.
-    pub(super) fn apart(count: usize) -> Self {
+    pub(in crate::tasks) fn apart(count: usize) -> Self {
         Self((0..count).map(|example| vec![example]).collect())
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::tasks) fn len(&self) -> usize {
         self.0.len()
     }
 
+    /// The examples of a row.
+    pub(in crate::tasks) fn of_row(&self, row: usize) -> &[usize] {
+        &self.0[row]
+    }
+
+    /// The rows of a step of `count` rows: each once an epoch, in an order that the seed and the epoch decide.
+    pub(in crate::tasks) fn of_step(&self, key: BatchKey, count: usize) -> Vec<usize> {
+        let all = self.len() as u64;
+        let mut order: (u64, Vec<usize>) = (u64::MAX, Vec::new());
+        let row = |row: u64| {
+            let row = key.step * count as u64 + row;
+            let epoch = row / all;
+            if order.0 != epoch {
+                order = (epoch, shuffled(all as usize, key.seed, epoch));
+            }
+            order.1[(row % all) as usize]
+        };
+        (0..count as u64).map(row).collect()
+    }
+
     /// A batch of some rows, by their numbers.
-    pub(super) fn batch(&self, rows: &[usize], examples: &[Example], length: usize) -> TokenBatch {
+    pub(in crate::tasks) fn batch(&self, rows: &[usize], examples: &[Example], length: usize) -> TokenBatch {
         let mut batch = TokenBatch::packed(length);
         for row in rows {
             let sequences = self.0[*row].iter().map(|example| {
@@ -56,13 +76,8 @@ impl Rows {
     }
 }
 
-/// Positions that an example takes in a row: its last token is only predicted.
-pub(super) fn positions(example: &Example) -> usize {
-    example.tokens.len().saturating_sub(1)
-}
-
 /// Numbers below `count` in an order that `seed` and `epoch` decide.
-pub(super) fn shuffled(count: usize, seed: u64, epoch: u64) -> Vec<usize> {
+fn shuffled(count: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let key = fireclay_kernels::RandomKey::new(seed).fold(epoch);
     let mut order: Vec<(u32, usize)> =
         (0..count).into_par_iter().map(|number| (key.bits(number as u32, 0), number)).collect();

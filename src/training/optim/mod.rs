@@ -243,13 +243,13 @@ impl<B: Backend> Optimizer<B> {
         model.embedding.val().device()
     }
 
-    /// [`step`](Self::step) in place. Also returns the sum of `number`, `[1]`, over all ranks.
+    /// [`step`](Self::step) in place. Also returns the sums of `numbers` over all ranks.
     pub(crate) fn update(
         &mut self,
         model: &mut Transformer<Autodiff<B>>,
         gradients: ParameterGradients<B>,
         settings: Settings,
-        number: Tensor<B, 1>,
+        numbers: Tensor<B, 1>,
     ) -> (Tensor<B, 1>, Tensor<B, 1>) {
         let (trained, gradients) = (trained_ids(model), gradients.into_inner());
         let own = self.kept.iter().map(|kept| kept.id);
@@ -260,14 +260,14 @@ impl<B: Backend> Optimizer<B> {
         let (values, ids) = take_values(model);
         let gradients = gradients.into_iter().zip(&values);
         let gradients = gradients.map(|(gradient, value)| gradient.unwrap_or_else(|| value.zeros_like())).collect();
-        let (gradients, norm, number) = match self.sharding.has_others() {
+        let (gradients, norm, numbers) = match self.sharding.has_others() {
             true => {
                 let rank = self.sharding.collective.rank();
                 let shares: Vec<Share> = self.kept.iter().map(|kept| Share::of(&kept.shape, rank)).collect();
-                let (sums, norm, number) = reduce(gradients, &shares, number, &self.sharding);
-                (sums, Some(norm), number)
+                let (sums, norm, numbers) = reduce(gradients, &shares, numbers, &self.sharding);
+                (sums, Some(norm), numbers)
             }
-            false => (gradients, None, number),
+            false => (gradients, None, numbers),
         };
         // For a sharded parameter, the model's old value is kept only if operations read a copy
         // instead.
@@ -339,7 +339,7 @@ impl<B: Backend> Optimizer<B> {
         }
         put_values(model, whole_values);
         model.put_copies(copies);
-        (norm, number)
+        (norm, numbers)
     }
 
     /// Gathers the parameter values that other ranks have updated, if the model still lacks them.

@@ -86,15 +86,15 @@ impl Share {
 }
 
 /// Reduces gradients over all ranks. Returns this rank's shards of the sums, and the global norm of
-/// the sums. Also sums `number`, such as a loss. Norm and number are `[1]` each.
+/// the sums, `[1]`. Also sums `numbers`, such as a loss.
 pub(super) fn reduce<B: Backend>(
     gradients: Vec<Tensor<B, 1>>,
     shares: &[Share],
-    number: Tensor<B, 1>,
+    numbers: Tensor<B, 1>,
     sharding: &Sharding,
 ) -> (Vec<Tensor<B, 1>>, Tensor<B, 1>, Tensor<B, 1>) {
     let Sharding { collective, shard, reduce } = sharding;
-    let device = number.device();
+    let (device, [count]) = (numbers.device(), numbers.dims());
     let gradients: Vec<Tensor<B, 1>> = match reduce {
         Reduce::F32 => gradients,
         Reduce::Bf16 => gradients.into_iter().map(|gradient| gradient.cast(DType::BF16)).collect(),
@@ -115,8 +115,8 @@ pub(super) fn reduce<B: Backend>(
         counted.extend(parts.into_iter().filter(|(_, length)| *length > 0).map(|(at, length)| narrow(sum, at, length)));
     }
     let norm = if counted.is_empty() { Tensor::zeros([1], &device) } else { gradient_norm(counted) };
-    let totals = all_reduce(vec![Tensor::cat(vec![norm.clone() * norm, number], 0)], collective).remove(0);
-    (sums, totals.clone().narrow(0, 0, 1).sqrt(), totals.narrow(0, 1, 1))
+    let totals = all_reduce(vec![Tensor::cat(vec![norm.clone() * norm, numbers], 0)], collective).remove(0);
+    (sums, totals.clone().narrow(0, 0, 1).sqrt(), totals.narrow(0, 1, count))
 }
 
 /// This rank's shards of the summed gradients.

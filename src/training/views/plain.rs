@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
 use crate::progress::duration;
+use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
+use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};
 
 /// Time of the second line, and the factor between intervals, up to [`LONGEST`].
@@ -35,6 +37,12 @@ impl Lines {
     }
 }
 
+fn shown_rewards(rewards: Option<Rewards>) -> String {
+    rewards.map_or(String::new(), |Rewards { margins, accuracies, .. }| {
+        format!("  reward margin {margins:.3}  accuracy {:.1}%", 100.0 * accuracies)
+    })
+}
+
 impl Sink for Lines {
     fn tell(&mut self, event: &Event) -> Result<(), Failure> {
         let steps = self.steps;
@@ -42,7 +50,9 @@ impl Sink for Lines {
         let shown =
             |perplexity: Option<f64>| perplexity.map_or(String::new(), |value| format!("  perplexity {value:.2}"));
         match *event {
-            Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, .. } => {
+            Event::Trained {
+                step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, rewards, ..
+            } => {
                 let (begun, first) = *self.begun.get_or_insert((Instant::now(), step));
                 if !self.is_due(step, begun.elapsed()) {
                     return Ok(());
@@ -54,18 +64,26 @@ impl Sink for Lines {
                         format!("  {} left", duration(each * (steps - step.min(steps)) as f64))
                     }
                 };
-                let perplexity = shown(perplexity);
+                let (perplexity, rewards) = (shown(perplexity), shown_rewards(rewards));
                 eprintln!(
-                    "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}  learning rate {learning_rate:.2e}  gradient \
+                    "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}{rewards}  learning rate {learning_rate:.2e}  gradient \
                      norm {gradient_norm:.2}  {tokens_per_second:.0} tokens/s{left}"
                 );
             }
-            Event::Validated { step, loss, perplexity, scores } => {
+            Event::Validated {
+                step,
+                validation: Validation { loss, scores, rewards, answer_accuracy },
+                perplexity,
+            } => {
                 let perplexity = shown(perplexity);
+                let answers = answer_accuracy.map_or(String::new(), |percent| format!("  right answers {percent:.1}%"));
                 let scores = scores.map_or(String::new(), |Scores { intent_accuracy, slot_f1, sentence_accuracy }| {
                     format!("  intents {intent_accuracy:.2}%  slots F1 {slot_f1:.2}  sentences {sentence_accuracy:.2}%")
                 });
-                eprintln!("step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}");
+                eprintln!(
+                    "step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}{}{answers}",
+                    shown_rewards(rewards)
+                );
             }
             Event::Warned { step, ref text } => eprintln!("step {step:>width$}/{steps}  warning: {text}"),
             // Samples are for the dashboard and the report; here they would hide the figures.

@@ -14,7 +14,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::failure::Failure;
 use crate::run_folder::TENSORBOARD;
+use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
+use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};
 
 /// A file of scalars.
@@ -66,6 +68,7 @@ impl Sink for EventFile {
                 learning_rate,
                 gradient_norm,
                 tokens_per_second,
+                rewards,
                 memory: Some(memory),
                 ..
             } => {
@@ -77,9 +80,10 @@ impl Sink for EventFile {
                 ];
                 scalars.extend(memory.device.map(|device| ("memory/device", device.in_use as f64)));
                 scalars.extend(memory.host.map(|host| ("memory/host", host as f64)));
+                scalars.extend(rewards.into_iter().flat_map(Rewards::named));
                 self.scalars(step, &scalars)
             }
-            Event::Validated { step, loss, scores, .. } => {
+            Event::Validated { step, validation: Validation { loss, scores, rewards, answer_accuracy }, .. } => {
                 let mut scalars = vec![("loss/validation", loss)];
                 if let Some(Scores { intent_accuracy, slot_f1, sentence_accuracy }) = scores {
                     scalars.extend([
@@ -88,6 +92,8 @@ impl Sink for EventFile {
                         ("scores/sentence accuracy", sentence_accuracy),
                     ]);
                 }
+                scalars.extend(rewards.map(|rewards| ("rewards/validation margins", rewards.margins)));
+                scalars.extend(answer_accuracy.map(|percent| ("scores/answer accuracy", percent)));
                 self.scalars(step, &scalars)
             }
             _ => Ok(()),
@@ -154,7 +160,9 @@ mod tests {
     fn a_file_holds_what_was_told() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut events = EventFile::create(folder.path()).expect("writable");
-        events.tell(&Event::Validated { step: 300, loss: 1.5, perplexity: None, scores: None }).expect("writable");
+        events
+            .tell(&Event::Validated { step: 300, validation: Validation::of_loss(1.5), perplexity: None })
+            .expect("writable");
         let mut bytes = fs::read(&events.path).expect("a file");
         let mut records = Vec::new();
         while !bytes.is_empty() {

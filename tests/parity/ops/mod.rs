@@ -8,6 +8,7 @@ mod download;
 mod dropout;
 mod embed;
 mod feed_forward;
+mod head_log_probs;
 mod head_loss;
 mod head_sample;
 mod linear;

@@ -35,6 +35,18 @@ pub struct Story {
     pub information: f64,
 }
 
+/// How a story begins, and who is in it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Beginning {
+    pub(crate) text: String,
+    /// The hero's name.
+    pub(crate) hero: String,
+    /// The hero's friend is such an animal.
+    pub(crate) animal: String,
+    /// The name of the animal.
+    pub(crate) pet: String,
+}
+
 /// The story grammar, ready to tell stories and to say exactly how predictable they are.
 #[derive(Debug)]
 pub struct StoryGrammar {
@@ -101,6 +113,26 @@ impl StoryGrammar {
         let mut story = Story { tokens: Vec::new(), information: 0.0 };
         self.tell(&self.story, &mut rng, &mut drawn, &mut story);
         story
+    }
+
+    /// How a story begins: two sentences.
+    pub(crate) fn beginning(&self, seed: u64, index: u64) -> Beginning {
+        let Story { tokens, .. } = self.story(seed, index);
+        let word = |token: &u32| self.vocabulary.get(*token as usize).map_or("", String::as_str);
+        let ends = tokens.iter().enumerate().filter(|(_, token)| word(token) == ".").map(|(at, _)| at + 1);
+        let tokens = &tokens[..ends.take(2).last().unwrap_or(tokens.len())];
+        let found = |table: &str| {
+            let names: Vec<&str> = SHEETS
+                .iter()
+                .filter(|(fields, ..)| fields.split(" / ").next() == Some(table))
+                .flat_map(|(_, _, rows)| rows.iter())
+                .filter_map(|row| row.split(" / ").next()?.split(' ').next_back())
+                .collect();
+            let known = |token: &u32| names.contains(&word(token).trim_start());
+            tokens.iter().find(|token| known(token)).map_or("", word).trim_start().to_string()
+        };
+        let (hero, animal, pet) = (found("hero"), found("animal"), found("pet"));
+        Beginning { text: self.text(tokens), hero, animal, pet }
     }
 
     /// The text of some tokens.

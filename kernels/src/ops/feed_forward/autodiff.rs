@@ -12,7 +12,7 @@ use super::{
     FeedForwardBackward, FeedForwardForward, FeedForwardLayer, FeedForwardOps, feed_forward_backward,
     feed_forward_forward,
 };
-use crate::autodiff::{inner, inner_weight, take_sum};
+use crate::autodiff::{inner, inner_weight, is_tracked, take_sum};
 use crate::checked::Checked;
 use crate::ops::dropout::Dropout;
 use crate::ops::linear::{Saved, Wanted};
@@ -28,9 +28,11 @@ struct FeedForwardNode(Forward);
 
 #[derive(Clone, Debug)]
 struct State<B: FeedForwardOps> {
-    x: Tensor<B, 2>,
+    /// The input, if `up` is trained.
+    x: Option<Tensor<B, 2>>,
     saved: Saved<B>,
-    hidden: Tensor<B, 2>,
+    /// The input of `down`, if that is trained.
+    hidden: Option<Tensor<B, 2>>,
     layer: FeedForwardLayer<B>,
     dropout: Option<Dropout>,
 }
@@ -40,14 +42,17 @@ impl<B: FeedForwardOps> State<B> {
     /// The gradient before the activation is written, and read twice; earlier sums are read, too.
     fn call(&self, sums: &[Option<Tensor<B, 2>>; 2], wanted: [Wanted; 2]) -> Call {
         let FeedForwardLayer { up, down, .. } = &self.layer;
-        let ([rows, d_model], [width, _], [_, d_ff]) = (self.x.dims(), up.dims(), down.dims());
-        let bytes = self.x.dtype().size();
+        let saved = self.saved.tensor();
+        let ([rows, _], [width, d_model], [_, d_ff]) = (saved.dims(), up.dims(), down.dims());
+        let bytes = saved.dtype().size();
         let of_tables = [up, down].into_iter().zip(sums).zip(wanted).filter(|(_, wanted)| wanted.weight);
         let table = |weight: &Weight<B>| weight.dims().iter().product::<usize>();
         let tables: usize = of_tables.map(|((weight, sum), _)| table(weight) * if sum.is_some() { 8 } else { 4 }).sum();
         let moved = rows * (2 * d_model + 3 * width) * bytes + tables;
-        let [x, saved, hidden] = [&self.x, self.saved.tensor(), &self.hidden].map(recorder::operand);
-        let call = Call::reads([x, saved, hidden, up.operand(), down.operand()]).and(moved as u64);
+        let kept = [self.x.as_ref(), Some(saved), self.hidden.as_ref()];
+        let kept = kept.into_iter().flatten().map(recorder::operand);
+        let inputs: Vec<_> = kept.chain([up.operand(), down.operand()]).collect();
+        let call = Call::reads(inputs).and(moved as u64);
         let products = wanted.map(|wanted| if wanted.weight { 2 } else { 1 });
         call.computes(2 * (rows * d_model * (products[0] * width + products[1] * d_ff)) as u64)
     }
@@ -58,7 +63,7 @@ impl<B: FeedForwardOps> Backward<B, 6> for FeedForwardNode {
 
     fn backward(self, ops: Ops<Self::State, 6>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
-        let sums = [1, 3].map(|parent| take_sum(&ops, parent, &ops.state.x, grads));
+        let sums = [1, 3].map(|parent| take_sum(&ops, parent, ops.state.saved.tensor(), grads));
         let wanted = [1, 3]
             .map(|weight| Wanted { weight: ops.parents[weight].is_some(), bias: ops.parents[weight + 1].is_some() });
         let _forward = self.0.enter();
@@ -107,6 +112,7 @@ impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C>
             layer: layer.clone(),
             dropout,
         }));
+        let trained = [&up_parameter, &down_parameter].map(|weight| weight.as_ref().is_some_and(is_tracked));
         let untracked = || primitive(Tensor::<Self, 2>::from_inner(input.clone())).node;
         let of_weight = |weight: Option<Tensor<Self, 2>>| weight.map_or_else(untracked, |it| primitive(it).node);
         let of_bias = |bias: Option<Tensor<Self, 1>>| bias.map_or_else(untracked, |bias| primitive(bias).node);
@@ -122,8 +128,9 @@ impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C>
         let part = Forward::current();
         float(match FeedForwardNode(part).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
-                let (saved, hidden) = (forward.saved, forward.hidden);
-                node.finish(State { x: input, saved, hidden, layer, dropout }, output)
+                let [up, down] = trained;
+                let (x, hidden) = (up.then_some(input), down.then_some(forward.hidden));
+                node.finish(State { x, saved: forward.saved, hidden, layer, dropout }, output)
             }
             OpsKind::UnTracked(node) => node.finish(output),
         })

@@ -22,15 +22,15 @@ where
     fn feed_forward_backward(operands: Checked<FeedForwardBackward<Self>>) -> FeedForwardGradients<Self> {
         let FeedForwardBackward { grad, x, saved, hidden, layer, wanted, dropout, sums } = operands.into_inner();
         let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
-        let [up, down] = [up, down].map(|weight| primitive(float_weight(weight, &x)));
+        let [up, down] = [up, down].map(|weight| primitive(float_weight(weight, &grad)));
         let [up_sum, down_sum] = sums.map(|sum| sum.map(primitive));
-        let dtype = x.dtype();
+        let dtype = grad.dtype();
 
         let grad = primitive(dropout_rows(grad, dropout));
         let [up_wanted, down_wanted] = wanted;
         let down_wanted = Wanted { bias: down_wanted.bias && down_bias.is_some(), ..down_wanted };
         let up_wanted = Wanted { bias: up_wanted.bias && up_bias.is_some(), ..up_wanted };
-        let (d_down, down_bias) = parameter_gradients(grad.clone(), primitive(hidden), down_sum, down_wanted);
+        let (d_down, down_bias) = parameter_gradients(grad.clone(), hidden.map(primitive), down_sum, down_wanted);
 
         let fused = match &saved {
             Saved::Slopes(slopes) => product_by_slopes(&grad, &down, &primitive(slopes.clone())),
@@ -44,7 +44,7 @@ where
             }
             None => activation_gradient(product(grad, down, dtype, dtype), saved, up_bias, activation),
         };
-        let (d_up, up_bias) = parameter_gradients(grad.clone(), primitive(x), up_sum, up_wanted);
+        let (d_up, up_bias) = parameter_gradients(grad.clone(), x.map(primitive), up_sum, up_wanted);
         FeedForwardGradients {
             x: float(product(grad, up, dtype, dtype)),
             up: d_up.map(float),

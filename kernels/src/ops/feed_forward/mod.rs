@@ -16,7 +16,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::activation::Activation;
 use super::dropout::Dropout;
-use super::linear::{LinearOps, Saved, Wanted};
+use super::linear::{LinearOps, Saved, Wanted, check_input};
 use super::norm::Norm;
 use super::reshape::{as_dims, as_rows};
 use crate::checked::{Checked, Operands, part};
@@ -111,16 +111,16 @@ parts!(FeedForwardOutput { output, saved, hidden });
 /// Operands of the gradients.
 #[derive(Clone, Debug)]
 pub struct FeedForwardBackward<B: Backend> {
-    /// Gradient of the output, `[rows, d_model]`, in the dtype of `x`; also that of the residual
+    /// Gradient of the output, `[rows, d_model]`, in the dtype of the input; also that of the residual
     /// stream.
     pub grad: Tensor<B, 2>,
-    /// Input of the first projection, after the norm, `[rows, d_model]`.
-    pub x: Tensor<B, 2>,
+    /// Input of the first projection, after the norm, `[rows, d_model]`: only the gradient of `up` needs it.
+    pub x: Option<Tensor<B, 2>>,
     /// Saved by the forward pass for the activation.
     pub saved: Saved<B>,
-    /// Input of the second projection, `[rows, d_ff]`.
-    pub hidden: Tensor<B, 2>,
-    /// The weights, in the dtype of `x` or quantized.
+    /// Input of the second projection, `[rows, d_ff]`: only the gradient of `down` needs it.
+    pub hidden: Option<Tensor<B, 2>>,
+    /// The weights, in the dtype of the input or quantized.
     pub layer: FeedForwardLayer<B>,
     /// The requested gradients of `up` and `down`.
     pub wanted: [Wanted; 2],
@@ -135,14 +135,15 @@ impl<B: Backend> Operands for FeedForwardBackward<B> {
     fn check(&self) {
         let op = "feed_forward backward";
         let FeedForwardLayer { up, up_bias, activation, down, down_bias } = &self.layer;
-        let x = part(op, "x", &self.x).float();
-        let [rows, d_model] = self.x.dims();
+        let x = part(op, "grad", &self.grad).float();
+        let [rows, d_model] = self.grad.dims();
         let [width, _] = up.dims();
         check_width(op, *activation, width);
         let d_ff = activation.output_width(width);
-        part(op, "grad", &self.grad).shaped(&[rows, d_model], &x).alike(&x);
+        let [up_wanted, down_wanted] = self.wanted;
+        check_input(op, "x", self.x.as_ref(), up_wanted, [rows, d_model], &x);
         part(op, "saved", self.saved.tensor()).shaped(&[rows, width], &x).alike(&x);
-        part(op, "hidden", &self.hidden).shaped(&[rows, d_ff], &x).alike(&x);
+        check_input(op, "hidden", self.hidden.as_ref(), down_wanted, [rows, d_ff], &x);
         let weights = [("up", up, up_bias, [width, d_model]), ("down", down, down_bias, [d_model, d_ff])];
         for (((name, weight, bias, shape), sum), wanted) in weights.into_iter().zip(&self.sums).zip(self.wanted) {
             weight.check(op, name, weight.dims() == shape, &x);

@@ -9,7 +9,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
 use super::{LinearBackward, LinearForward, LinearOps, Saved, Wanted, linear_backward, linear_forward, normed};
-use crate::autodiff::{inner, inner_weight, take_sum};
+use crate::autodiff::{inner, inner_weight, is_tracked, take_sum};
 use crate::checked::Checked;
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
@@ -26,7 +26,8 @@ struct LinearNode(Forward);
 struct State<B: LinearOps> {
     /// The operation that the backward pass is recorded as.
     name: &'static str,
-    x: Tensor<B, 2>,
+    /// The input, if the weight is trained.
+    x: Option<Tensor<B, 2>>,
     weight: Weight<B>,
     bias: Option<Tensor<B, 1>>,
     activation: Option<(Activation, Saved<B>)>,
@@ -38,24 +39,26 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
 
     fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
-        let sum = take_sum(&ops, 1, &ops.state.x, grads);
+        let sum = ops.state.x.as_ref().and_then(|x| take_sum(&ops, 1, x, grads));
+        let grad = float(grad);
         let State { name, x, weight, bias, activation, dropout } = ops.state;
         let _forward = self.0.enter();
         let [x_node, weight_node, bias_node, residual_node] = ops.parents.map(|parent| parent.map(|node| node.id));
         let wanted = Wanted { weight: weight_node.is_some(), bias: bias_node.is_some() };
         let _op = recorder::op(name, || {
-            let ([rows, d_input], [d_output, _]) = (x.dims(), weight.dims());
+            let ([rows, _], [d_output, d_input]) = (grad.dims(), weight.dims());
             // A sum is read, too.
             let table = if wanted.weight { d_output * d_input * if sum.is_some() { 8 } else { 4 } } else { 0 };
-            let written = rows * (d_input + d_output) * x.dtype().size() + table;
-            let call = Call::reads([recorder::operand(&x), weight.operand()]).and(written as u64);
+            let written = rows * (d_input + d_output) * grad.dtype().size() + table;
+            let input = recorder::operand(x.as_ref().unwrap_or(&grad));
+            let call = Call::reads([input, weight.operand()]).and(written as u64);
             let products = if wanted.weight { 2 } else { 1 };
             call.computes(2 * products * (rows * d_input * d_output) as u64)
         });
         if let Some(node) = residual_node {
-            grads.register::<B>(node, grad.clone());
+            grads.register::<B>(node, primitive(grad.clone()));
         }
-        let operands = LinearBackward { grad: float(grad), x, weight, bias, wanted, activation, dropout, sum };
+        let operands = LinearBackward { grad, x, weight, bias, wanted, activation, dropout, sum };
         let gradients = linear_backward::<B>(Checked::new(operands));
         if let Some(node) = x_node {
             grads.register::<B>(node, primitive(gradients.x));
@@ -87,6 +90,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
             keeps: true,
             ..LinearForward::new(input.clone(), weight.clone(), shift.clone())
         }));
+        let trained = parameter.as_ref().is_some_and(is_tracked);
         let untracked = || primitive(Tensor::<Self, 2>::from_inner(input.clone())).node;
         let nodes = [
             primitive(x).node,
@@ -96,10 +100,10 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         ];
         let output = primitive(forward.output);
         let activation = activation.zip(forward.saved);
+        // A frozen weight has no gradient, which alone needs the input.
+        let x = trained.then_some(input);
         float(match LinearNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
-            OpsKind::Tracked(node) => {
-                node.finish(State { name, x: input, weight, bias: shift, activation, dropout }, output)
-            }
+            OpsKind::Tracked(node) => node.finish(State { name, x, weight, bias: shift, activation, dropout }, output),
             OpsKind::UnTracked(node) => node.finish(output),
         })
     }

@@ -4,7 +4,9 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::reference::activation_gradient;
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, Wanted, normed};
+use super::{
+    LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, Wanted, kept_input, normed,
+};
 use crate::checked::Checked;
 use crate::cpu::{
     DOT_PRODUCT_ROWS, DotProducts, Inputs, Matrix, QuantizedRows, Values, new_columns, new_product, stored_gradient,
@@ -130,14 +132,13 @@ fn project(
 
 fn linear_backward(
     grad: Tensor<NdArray, 2>,
-    x: Tensor<NdArray, 2>,
+    x: Option<Tensor<NdArray, 2>>,
     weight: Weight<NdArray>,
     wanted: Wanted,
     sum: Option<Tensor<NdArray, 2>>,
 ) -> LinearGradients<NdArray> {
-    let [rows, d_input] = x.dims();
-    let d_output = weight.dims()[0];
-    let (grad, x) = (Values::rows(grad), Values::rows(x));
+    let ([rows, _], [d_output, d_input]) = (grad.dims(), weight.dims());
+    let grad = Values::rows(grad);
     let weight = QuantizedRows::parts(weight).map_err(Values::rows);
     let d_x = || {
         let weight = match &weight {
@@ -150,6 +151,7 @@ fn linear_backward(
     };
     let sum = sum.map(|sum| Values::rows(sum).into_vec());
     let d_weight = || {
+        let x = Values::rows(kept_input(x));
         let adds = sum.is_some();
         let mut d_weight = sum.unwrap_or_else(|| Vec::with_capacity(d_output * d_input));
         // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for

@@ -25,7 +25,7 @@ use super::dropout::{Dropout, DropoutOps};
 use super::norm::{Norm, NormOps, norm_rows};
 use super::reshape::{as_dims, as_rows};
 use super::weight::WeightOps;
-use crate::checked::{Checked, Operands, part};
+use crate::checked::{Checked, Operands, Part, part};
 use crate::mutation::{call, parts};
 use crate::quant::Weight;
 use crate::recorder::{self, Call};
@@ -176,11 +176,11 @@ impl Wanted {
 /// What the gradients of a projection are computed with.
 #[derive(Clone, Debug)]
 pub struct LinearBackward<B: Backend> {
-    /// Gradient of the output, in the dtype of `x`. That of a residual is the same.
+    /// Gradient of the output, in the dtype of the input. That of a residual is the same.
     pub grad: Tensor<B, 2>,
-    /// `[rows, d_input]`.
-    pub x: Tensor<B, 2>,
-    /// `[d_output, d_input]`, in the dtype of `x` or quantized.
+    /// The input, `[rows, d_input]`: only the gradient of the weight needs it.
+    pub x: Option<Tensor<B, 2>>,
+    /// `[d_output, d_input]`, in the dtype of the input or quantized.
     pub weight: Weight<B>,
     /// `[d_output]`.
     pub bias: Option<Tensor<B, 1>>,
@@ -198,24 +198,41 @@ pub struct LinearBackward<B: Backend> {
 impl<B: Backend> Operands for LinearBackward<B> {
     fn check(&self) {
         let op = "linear backward";
-        let x = part(op, "x", &self.x).float();
-        let ([rows, d_input], [d_output, columns]) = (self.x.dims(), self.weight.dims());
-        self.weight.check(op, "weight", columns == d_input, &x);
+        let grad = part(op, "grad", &self.grad).float();
+        let ([rows, width], [d_output, d_input]) = (self.grad.dims(), self.weight.dims());
+        self.weight.check(op, "weight", true, &grad);
         self.wanted.check(op, "weight", &self.weight);
+        check_input(op, "x", self.x.as_ref(), self.wanted, [rows, d_input], &grad);
         if let Some(bias) = &self.bias {
-            part(op, "bias", bias).float().fits(bias.dims() == [d_output], &x);
+            part(op, "bias", bias).float().fits(bias.dims() == [d_output], &grad);
         }
         if let Some(sum) = &self.sum {
-            part(op, "sum", sum).of(DType::F32).shaped(&self.weight.dims(), &x);
+            part(op, "sum", sum).of(DType::F32).shaped(&self.weight.dims(), &grad);
         }
-        let mut width = d_output;
+        let mut outputs = d_output;
         if let Some((activation, saved)) = &self.activation {
-            assert!(!activation.gated || width.is_multiple_of(2), "{op}: a gated activation needs an even width");
-            width = activation.output_width(width);
+            assert!(!activation.gated || d_output.is_multiple_of(2), "{op}: a gated activation needs an even width");
+            outputs = activation.output_width(d_output);
             let saved = saved.tensor();
-            part(op, "saved", saved).fits(saved.dims() == [rows, d_output], &x).alike(&x);
+            part(op, "saved", saved).fits(saved.dims() == [rows, d_output], &grad).alike(&grad);
         }
-        part(op, "grad", &self.grad).fits(self.grad.dims() == [rows, width], &x).alike(&x);
+        assert!(width == outputs, "{op}: grad {:?} does not fit weight {:?}", self.grad.dims(), self.weight.dims());
+    }
+}
+
+/// Panics unless the input of a projection, of `shape`, is given where the gradient of its weight is wanted.
+#[track_caller]
+pub(crate) fn check_input<B: Backend>(
+    op: &'static str,
+    name: &'static str,
+    input: Option<&Tensor<B, 2>>,
+    wanted: Wanted,
+    shape: [usize; 2],
+    grad: &Part<'_, B::Device>,
+) {
+    assert!(input.is_some() || !wanted.weight, "{op}: {name} is missing, which the gradient of a weight needs");
+    if let Some(input) = input {
+        part(op, name, input).shaped(&shape, grad).alike(grad);
     }
 }
 
@@ -358,4 +375,9 @@ fn normed<B: LinearOps>(operands: LinearForward<B>) -> LinearForward<B> {
 /// A weight as floats; bytes in the dtype of `x`.
 pub(crate) fn float_weight<B: WeightOps>(weight: Weight<B>, x: &Tensor<B, 2>) -> Tensor<B, 2> {
     weight.into_float(FloatDType::from(x.dtype()))
+}
+
+/// The input of a projection whose weight is to have a gradient, as the operands were checked.
+pub(crate) fn kept_input<B: Backend>(x: Option<Tensor<B, 2>>) -> Tensor<B, 2> {
+    x.expect("the operands were checked: the gradient of a weight has its input")
 }

@@ -2,7 +2,9 @@
 
 use burn::tensor::{DType, Tensor};
 
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
+use super::{
+    LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, kept_input, normed,
+};
 use crate::checked::Checked;
 use crate::ops::activation::{ActivateBackward, Activation, activate_backward, activate_rows};
 use crate::ops::dropout::dropout_rows;
@@ -36,13 +38,13 @@ pub fn linear_backward<B: LinearOps>(operands: LinearBackward<B>) -> LinearGradi
     let bias = bias.filter(|_| wanted.bias);
     let bias = bias.map(|_| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
     let weight_gradient = wanted.weight.then(|| {
-        let gradient = grad.clone().transpose().matmul(x.clone()).cast(DType::F32);
+        let gradient = grad.clone().transpose().matmul(kept_input(x)).cast(DType::F32);
         match sum {
             Some(sum) => sum + gradient,
             None => gradient,
         }
     });
-    let weight = float_weight(weight, &x).cast(x.dtype());
+    let weight = float_weight(weight, &grad).cast(grad.dtype());
     LinearGradients { x: grad.matmul(weight), weight: weight_gradient, bias }
 }
 

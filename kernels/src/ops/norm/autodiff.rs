@@ -18,16 +18,24 @@ use crate::tensor::{float, primitive};
 #[derive(Debug)]
 struct NormNode(Forward);
 
-type State<B> = (Tensor<B, 2>, NormOutput<B>, Norm<B>);
+#[derive(Clone, Debug)]
+struct State<B: NormOps> {
+    x: Tensor<B, 2>,
+    mean: Option<Tensor<B, 2>>,
+    inverse_deviation: Tensor<B, 2>,
+    norm: Norm<B>,
+}
 
 impl NormNode {
     fn gradients<B: NormOps, const N: usize>(self, ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
         let _forward = self.0.enter();
         let grad = float(grads.consume::<B>(&ops.node));
-        let (x, saved, norm) = ops.state.clone();
+        let State { x, mean, inverse_deviation, norm } = ops.state.clone();
+        let trained = ops.parents.iter().skip(1).any(Option::is_some);
         let _op = recorder::op("norm backward", || Call::reads([recorder::operand(&x)]).and_first(2));
         let residual = take_gradient(ops, 0, &x, grads);
-        norm_backward::<B>(Checked::new(NormBackward { grad, x, saved, norm, residual }))
+        let operands = NormBackward { grad, x, mean, inverse_deviation, norm, residual, trained };
+        norm_backward::<B>(Checked::new(operands))
     }
 }
 
@@ -40,8 +48,8 @@ impl<B: NormOps> Backward<B, 2> for NormNode {
         if let Some(node) = x {
             grads.register::<B>(node.id, primitive(gradients.x));
         }
-        if let Some(node) = gamma {
-            grads.register::<B>(node.id, primitive(gradients.gamma));
+        if let (Some(node), Some(gamma)) = (gamma, gradients.gamma) {
+            grads.register::<B>(node.id, primitive(gamma));
         }
     }
 }
@@ -55,8 +63,8 @@ impl<B: NormOps> Backward<B, 3> for NormNode {
         if let Some(node) = x {
             grads.register::<B>(node.id, primitive(gradients.x));
         }
-        if let Some(node) = gamma {
-            grads.register::<B>(node.id, primitive(gradients.gamma));
+        if let (Some(node), Some(gamma)) = (gamma, gradients.gamma) {
+            grads.register::<B>(node.id, primitive(gamma));
         }
         if let (Some(node), Some(beta)) = (beta, gradients.beta) {
             grads.register::<B>(node.id, primitive(beta));
@@ -71,8 +79,9 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
         let weights = Norm { kind, gamma: inner(&gamma), beta: beta.as_ref().map(inner), epsilon };
         let input = inner(&x);
         let forward = norm_forward::<B>(Checked::new(NormForward { x: input.clone(), norm: weights.clone() }));
-        let output = primitive(forward.output.clone());
-        let state = (input, forward, weights);
+        let NormOutput { output, mean, inverse_deviation } = forward;
+        let output = primitive(output);
+        let state = State { x: input, mean, inverse_deviation, norm: weights };
         let (x, gamma) = (primitive(x).node, primitive(gamma).node);
         float(match beta {
             None => match Backward::<B, 2>::prepare::<C>(NormNode(Forward::current()), [x, gamma])

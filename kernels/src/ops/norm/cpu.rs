@@ -54,12 +54,12 @@ fn norm_forward(NormForward { x, norm }: NormForward<NdArray>) -> NormOutput<NdA
 }
 
 fn norm_backward(operands: NormBackward<NdArray>) -> NormGradients<NdArray> {
-    let NormBackward { grad, x, saved, norm, residual } = operands;
+    let NormBackward { grad, x, mean, inverse_deviation, norm, residual, trained } = operands;
     let [rows, columns] = x.dims();
     let residual = residual.map(Values::rows);
     let (grad, x, gamma) = (Values::rows(grad), Values::rows(x), Values::rows(norm.gamma.clone()));
-    let mean = saved.mean.map(Values::rows);
-    let inverse = Values::rows(saved.inverse_deviation);
+    let mean = mean.map(Values::rows);
+    let inverse = Values::rows(inverse_deviation);
     let mean_of = |row: usize| mean.as_ref().map_or(0.0, |mean| mean[row]);
     let size = columns as f32;
 
@@ -87,6 +87,9 @@ fn norm_backward(operands: NormBackward<NdArray>) -> NormGradients<NdArray> {
             }
         },
     );
+    if !trained {
+        return NormGradients { x: tensor(d_x, [rows, columns]), gamma: None, beta: None };
+    }
     let sums = sum_over_rows(
         rows,
         2 * columns,
@@ -107,7 +110,7 @@ fn norm_backward(operands: NormBackward<NdArray>) -> NormGradients<NdArray> {
     );
     NormGradients {
         x: tensor(d_x, [rows, columns]),
-        gamma: tensor(sums[..columns].to_vec(), [columns]),
+        gamma: Some(tensor(sums[..columns].to_vec(), [columns])),
         beta: norm.beta.as_ref().map(|_| tensor(sums[columns..].to_vec(), [columns])),
     }
 }

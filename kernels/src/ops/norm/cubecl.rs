@@ -49,8 +49,8 @@ pub(crate) struct CubeNorm<R: CubeRuntime> {
 /// Output, mean (of layer norms) and inverse deviation.
 pub(crate) type Normed<R> = (CubeTensor<R>, Option<CubeTensor<R>>, CubeTensor<R>);
 
-/// Gradients of input, scale and shift.
-pub(crate) type Gradients<R> = (CubeTensor<R>, CubeTensor<R>, Option<CubeTensor<R>>);
+/// Gradients of the input, and of scale and shift where they are trained.
+pub(crate) type Gradients<R> = (CubeTensor<R>, Option<(CubeTensor<R>, Option<CubeTensor<R>>)>);
 
 impl<R, F, I, BT> NormOps for CubeBackend<R, F, I, BT>
 where
@@ -71,21 +71,31 @@ where
     }
 
     fn norm_backward(operands: Checked<NormBackward<Self>>) -> NormGradients<Self> {
-        let NormBackward { grad, x, saved, norm, residual } = operands.into_inner();
+        let NormBackward { grad, x, mean, inverse_deviation, norm, residual, trained } = operands.into_inner();
         let dtype = x.dtype();
         let x = primitive(x);
         if !fits(&x, held_in_backward(dtype, norm.beta.is_some())) {
             fell_back("norm backward", &Self::name(&x.device), TOO_WIDE);
-            return reference::norm_backward(NormBackward { grad, x: float(x), saved, norm, residual });
+            let x = float(x);
+            return reference::norm_backward(NormBackward {
+                grad,
+                x,
+                mean,
+                inverse_deviation,
+                norm,
+                residual,
+                trained,
+            });
         }
         let beta_dtype = norm.beta.as_ref().map(|beta| beta.dtype());
-        let mean = saved.mean.map(primitive);
+        let mean = mean.map(primitive);
         let residual = residual.map(|residual| primitive(residual.cast(dtype)));
-        let inverse = primitive(saved.inverse_deviation);
-        let (d_x, d_gamma, d_beta) =
-            norm_backward(primitive(grad.cast(dtype)), x, mean, inverse, cube_norm(norm), residual);
-        let beta = beta_dtype.zip(d_beta).map(|(dtype, d_beta)| float::<Self, 1>(d_beta).cast(dtype));
-        NormGradients { x: float(d_x), gamma: float(d_gamma), beta }
+        let inverse = primitive(inverse_deviation);
+        let (d_x, sums) =
+            norm_backward(primitive(grad.cast(dtype)), x, mean, inverse, cube_norm(norm), residual, trained);
+        let (gamma, beta) = sums.unzip();
+        let beta = beta_dtype.zip(beta.flatten()).map(|(dtype, d_beta)| float::<Self, 1>(d_beta).cast(dtype));
+        NormGradients { x: float(d_x), gamma: gamma.map(float), beta }
     }
 }
 
@@ -151,6 +161,7 @@ fn norm_backward<R: CubeRuntime>(
     inverse: CubeTensor<R>,
     norm: CubeNorm<R>,
     residual: Option<CubeTensor<R>>,
+    trained: bool,
 ) -> Gradients<R> {
     let (x, stride) = rows(x);
     let (grad, grad_stride) = rows(grad);
@@ -171,7 +182,10 @@ fn norm_backward<R: CubeRuntime>(
             shifted: norm.beta.is_some(),
         };
         if let Some((d_x, partial)) = super::cuda::norm_backward(&rows) {
-            return summed(d_x, partial, gamma.dtype, norm.beta.is_some());
+            return match trained {
+                true => summed(d_x, partial, gamma.dtype, norm.beta.is_some()),
+                false => (d_x, None),
+            };
         }
     }
     let adds = residual.is_some();
@@ -192,7 +206,7 @@ fn norm_backward<R: CubeRuntime>(
         steps = turns;
     }
     let pieces = turns.div_ceil(steps);
-    let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
+    let mut partial = empty(&x, if trained { [pieces, parts * columns] } else { [1, vector] }, DType::F32);
     // SAFETY: a row's units read and write their own rows, below `n_rows`, at columns of the row's
     // width; a cube writes its own row of `partial`, as wide as the weights together.
     unsafe {
@@ -218,15 +232,25 @@ fn norm_backward<R: CubeRuntime>(
                 grad_stride: u32 = (grad_stride / vector) as u32,
                 residual_stride: u32 = (residual_stride / vector) as u32,
                 steps: u32 = steps as u32,
-                pieces: u32 = pieces as u32,
+                // Nothing is written of the weights' sums where they are frozen.
+                pieces: u32 = if trained { pieces as u32 } else { 0 },
                 share: f32 = 1.0 / columns as f32,
             ],
-            [row_units: RowUnits = row_units, layer: bool = norm.layer, shifted: bool = parts == 2, adds: bool = adds]
+            [
+                row_units: RowUnits = row_units,
+                layer: bool = norm.layer,
+                shifted: bool = parts == 2,
+                adds: bool = adds,
+                trained: bool = trained,
+            ]
         );
+    }
+    if !trained {
+        return (d_x, None);
     }
     if alone {
         partial.meta.remove(0);
-        return (d_x, partial, None);
+        return (d_x, Some((partial, None)));
     }
     summed(d_x, partial, gamma.dtype, norm.beta.is_some())
 }
@@ -238,7 +262,7 @@ fn summed<R: CubeRuntime>(d_x: CubeTensor<R>, partial: CubeTensor<R>, dtype: DTy
     let d_gamma = empty(&d_x, [columns], dtype);
     let d_beta = shifted.then(|| empty(&d_x, [columns], dtype));
     sum_over_row_pairs(partial, &d_gamma, d_beta.as_ref().unwrap_or(&d_gamma));
-    (d_x, d_gamma, d_beta)
+    (d_x, Some((d_gamma, d_beta)))
 }
 
 /// Elements of a row per unit in the backward pass: the sums of each weight's gradient take as many
@@ -351,6 +375,7 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
     #[comptime] layer: bool,
     #[comptime] shifted: bool,
     #[comptime] adds: bool,
+    #[comptime] trained: bool,
     #[define(F)] _dtype: StorageType,
     #[define(W)] _gamma_dtype: StorageType,
 ) {
@@ -416,8 +441,10 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
                         value += Vector::cast_from(residual[(row * residual_stride + column) as usize]);
                     }
                     d_x[(row * columns + column) as usize] = Vector::cast_from(value);
-                    d_gamma[i as usize] += grad * normed;
-                    if shifted {
+                    if trained {
+                        d_gamma[i as usize] += grad * normed;
+                    }
+                    if comptime!(trained && shifted) {
                         d_beta[i as usize] += grad;
                     }
                 }
@@ -427,7 +454,7 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
 
     // The units of the cube's rows add their sums in turn; the last ones have the totals.
     let parts = comptime!(1 + shifted as u32);
-    if comptime!(row_units.rows > 1) {
+    if comptime!(trained && row_units.rows > 1) {
         sync_cube();
         let width = comptime!(row_units.count * row_units.units);
         let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!((parts * width) as usize));

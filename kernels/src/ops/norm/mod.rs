@@ -77,9 +77,9 @@ parts!(NormOutput { output, mean, inverse_deviation });
 pub struct NormGradients<B: Backend> {
     /// `[rows, d_model]`, of the input's dtype.
     pub x: Tensor<B, 2>,
-    /// `[d_model]`, of gamma's dtype.
-    pub gamma: Tensor<B, 1>,
-    /// `[d_model]`, of beta's dtype, if the norm has a shift.
+    /// `[d_model]`, of gamma's dtype, if the weights are trained.
+    pub gamma: Option<Tensor<B, 1>>,
+    /// `[d_model]`, of beta's dtype, if the weights are trained and there is one.
     pub beta: Option<Tensor<B, 1>>,
 }
 
@@ -119,10 +119,14 @@ pub struct NormBackward<B: Backend> {
     pub grad: Tensor<B, 2>,
     /// The input of the forward pass.
     pub x: Tensor<B, 2>,
-    /// The result of the forward pass.
-    pub saved: NormOutput<B>,
+    /// Mean of each row, `[rows, 1]` f32, for layer norms.
+    pub mean: Option<Tensor<B, 2>>,
+    /// One over the standard deviation or root mean square of each row, `[rows, 1]` f32.
+    pub inverse_deviation: Tensor<B, 2>,
     /// The norm.
     pub norm: Norm<B>,
+    /// Whether its weights are trained, so that they have gradients.
+    pub trained: bool,
     /// The gradient of `x` through a residual connection around the norm, `[rows, d_model]`: added
     /// to the gradient of `x`.
     pub residual: Option<Tensor<B, 2>>,
@@ -135,14 +139,13 @@ impl<B: Backend> Operands for NormBackward<B> {
         let [rows, d_model] = self.x.dims();
         self.norm.check(op, &x, d_model);
         part(op, "grad", &self.grad).float().shaped(&[rows, d_model], &x);
-        part(op, "output", &self.saved.output).float().shaped(&[rows, d_model], &x);
-        part(op, "inverse deviation", &self.saved.inverse_deviation).of(DType::F32).shaped(&[rows, 1], &x);
-        let means = self.saved.mean.is_some();
+        part(op, "inverse deviation", &self.inverse_deviation).of(DType::F32).shaped(&[rows, 1], &x);
+        let means = self.mean.is_some();
         assert!(
             means == (self.norm.kind == NormKind::LayerNorm),
             "{op}: means are saved of layer norms, and only of those"
         );
-        if let Some(mean) = &self.saved.mean {
+        if let Some(mean) = &self.mean {
             part(op, "mean", mean).of(DType::F32).shaped(&[rows, 1], &x);
         }
         if let Some(residual) = &self.residual {
@@ -162,7 +165,7 @@ pub trait NormOps: ReshapeOps {
     fn norm_forward(operands: Checked<NormForward<Self>>) -> NormOutput<Self> {
         reference::norm_forward(operands.into_inner())
     }
-    /// Backward of [`norm`]: gradients of the input and of the weights.
+    /// Backward of [`norm`]: gradients of the input and, if they are trained, of the weights.
     fn norm_backward(operands: Checked<NormBackward<Self>>) -> NormGradients<Self> {
         reference::norm_backward(operands.into_inner())
     }

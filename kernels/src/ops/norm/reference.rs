@@ -29,29 +29,28 @@ pub fn norm_forward<B: Backend>(NormForward { x, norm }: NormForward<B>) -> Norm
 /// Reference backward of [`norm`](crate::norm()). `residual` is added in f32, before the gradient
 /// of `x` is rounded to its dtype.
 pub fn norm_backward<B: Backend>(operands: NormBackward<B>) -> NormGradients<B> {
-    let NormBackward { grad, x, saved, norm, residual } = operands;
+    let NormBackward { grad, x, mean, inverse_deviation, norm, residual, trained } = operands;
     let dtype = x.dtype();
     let grad = grad.cast(DType::F32);
     let x = x.cast(DType::F32);
-    let centred = match saved.mean {
+    let centred = match mean {
         Some(mean) => x - mean,
         None => x,
     };
-    let normed = centred * saved.inverse_deviation.clone();
-    let gamma = grad.clone() * normed.clone();
+    let normed = centred * inverse_deviation.clone();
     let scaled = grad.clone() * norm.gamma.clone().cast(DType::F32).unsqueeze();
-    let along = normed.clone() * (scaled.clone() * normed).mean_dim(1);
+    let along = normed.clone() * (scaled.clone() * normed.clone()).mean_dim(1);
     let across = match norm.kind {
         NormKind::LayerNorm => scaled.clone() - scaled.mean_dim(1),
         NormKind::RmsNorm => scaled,
     };
-    let mut x = (across - along) * saved.inverse_deviation;
+    let mut x = (across - along) * inverse_deviation;
     if let Some(residual) = residual {
         x = x + residual.cast(DType::F32);
     }
     NormGradients {
         x: x.cast(dtype),
-        gamma: gamma.sum_dim(0).squeeze_dim::<1>(0).cast(norm.gamma.dtype()),
-        beta: norm.beta.as_ref().map(|beta| grad.sum_dim(0).squeeze_dim::<1>(0).cast(beta.dtype())),
+        gamma: trained.then(|| (grad.clone() * normed).sum_dim(0).squeeze_dim::<1>(0).cast(norm.gamma.dtype())),
+        beta: norm.beta.filter(|_| trained).map(|beta| grad.sum_dim(0).squeeze_dim::<1>(0).cast(beta.dtype())),
     }
 }

@@ -9,6 +9,7 @@ use burn::train::renderer::{
 };
 
 use super::Dashboard;
+use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};
 
 /// A `Learner`'s metrics, by name.
@@ -61,6 +62,7 @@ impl MetricsRendererTraining for Dashboard {
                 learning_rate: self.metric(&["learningrate", "learning rate"]).unwrap_or(none),
                 gradient_norm: self.metric(&["gradient norm"]).unwrap_or(none),
                 tokens_per_second: self.metric(&["tokens/s", "iterationspeed", "iteration speed"]).unwrap_or(none),
+                rewards: None,
                 memory: None,
             });
         }
@@ -70,7 +72,7 @@ impl MetricsRendererTraining for Dashboard {
         let is_last = item.progress.as_ref().is_none_or(|at| at.items_processed >= at.items_total);
         if let (true, Some(loss)) = (is_last, self.metrics.valid.get("loss").copied()) {
             let step = self.metrics.step;
-            self.show(&Event::Validated { step, loss, perplexity: None, scores: None });
+            self.show(&Event::Validated { step, validation: Validation::of_loss(loss), perplexity: None });
         }
     }
 }

@@ -222,6 +222,7 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     use super::*;
+    use crate::tasks::validation::Validation;
     use crate::training::events::{Event, MemoryUse};
     use crate::training::views::dashboard::state::About;
 
@@ -245,10 +246,11 @@ mod tests {
                 learning_rate: 1e-3,
                 gradient_norm: 0.5,
                 tokens_per_second: 123_456.0,
+                rewards: None,
                 memory: Some(MemoryUse { device: None, host: Some(512_000_000) }),
             });
         }
-        state.note(&Event::Validated { step: 1000, loss: 1.25, perplexity: None, scores: None });
+        state.note(&Event::Validated { step: 1000, validation: Validation::of_loss(1.25), perplexity: None });
         state.note(&Event::Sampled { step: 1000, text: "Once there was\na potter.\u{1b}[2J".into() });
         state.note(&Event::Warned { step: 1100, text: "the gradient norm is 30".into() });
         state

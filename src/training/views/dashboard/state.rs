@@ -158,11 +158,11 @@ impl State {
                 self.tokens_per_second = Some(*tokens_per_second);
                 self.memory = memory.or(self.memory);
             }
-            Event::Validated { step, loss, scores, .. } => {
-                self.valid.push(*step as f64, *loss);
-                self.valid_loss = Some(*loss);
-                self.scores = *scores;
-                let validation = Validation { loss: *loss, scores: *scores };
+            Event::Validated { step, validation, .. } => {
+                let validation = *validation;
+                self.valid.push(*step as f64, validation.loss);
+                self.valid_loss = Some(validation.loss);
+                self.scores = validation.scores;
                 if self.best.is_none_or(|(_, best)| validation.is_better_than(&best)) {
                     self.best = Some((*step, validation));
                 }

@@ -92,10 +92,9 @@ where
         if let Some((activation, saved)) = activation {
             grad = activation_gradient(grad, saved, bias, activation);
         }
-        let weight = primitive(float_weight(weight, &x));
-        let x = primitive(x);
-        let dtype = x.dtype;
-        let (d_weight, bias) = parameter_gradients(grad.clone(), x, sum.map(primitive), wanted);
+        let dtype = grad.dtype;
+        let weight = primitive(weight.into_float(dtype.into()));
+        let (d_weight, bias) = parameter_gradients(grad.clone(), x.map(primitive), sum.map(primitive), wanted);
         let d_x = product(grad, weight, dtype, dtype);
         LinearGradients { x: float(d_x), weight: d_weight.map(float), bias: bias.map(float) }
     }
@@ -124,13 +123,13 @@ where
 /// gradient `[rows, d_output]` and the inputs `[rows, d_input]`.
 pub(crate) fn parameter_gradients<R: CubeRuntime>(
     grad: CubeTensor<R>,
-    x: CubeTensor<R>,
+    x: Option<CubeTensor<R>>,
     sum: Option<CubeTensor<R>>,
     wanted: Wanted,
 ) -> (Option<CubeTensor<R>>, Option<CubeTensor<R>>) {
-    if !wanted.weight {
+    let Some(x) = x.filter(|_| wanted.weight) else {
         return (None, wanted.bias.then(|| sum_over_rows(grad)));
-    }
+    };
     let (dtype, columns) = (x.dtype, transposed(grad));
     if wanted.bias {
         let [weight, bias] = product_and_row_sums(sum, columns, x, dtype);

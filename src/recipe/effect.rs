@@ -1,0 +1,107 @@
+//! Settings that would change nothing: they are refused by name, since whoever sets one expects an effect.
+
+use super::schedule::ScheduleKind;
+use super::schema::Recipe;
+use super::task::TaskName::{Chat, IntentSlot, Language, Preference};
+use super::tuning::AdapterKind;
+use crate::failure::Failure;
+
+impl Recipe {
+    /// Refuses the first of some keys, `(section, key)`, that has no effect on this recipe.
+    pub(super) fn check_effects<'a>(&self, keys: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<(), Failure> {
+        for (section, key) in keys {
+            if let Some(needed) = self.needed_for(section, key) {
+                return Err(Failure::usage(format!("{section}.{key} has no effect: it needs {needed}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// What a key would need to have an effect, if the recipe lacks that.
+    fn needed_for(&self, section: &str, key: &str) -> Option<&'static str> {
+        let training = &self.training;
+        let (has, needed) = match (section, key) {
+            ("lora", _) if training.adapter == AdapterKind::None => (false, "training.adapter=lora"),
+            ("lora", key) => (
+                self.init_adapter.is_none() || ["lora_dropout", "base"].contains(&key),
+                "a new adapter, and this run continues one, which has its own settings",
+            ),
+            ("preference", _) => (self.task == Preference, "preference pairs (task preference)"),
+            ("data", "packing" | "chat_template") => {
+                (matches!(self.task, Chat | Preference), "conversations (task chat or preference)")
+            }
+            ("data", "tokenizer") => (
+                matches!(self.task, Language | IntentSlot),
+                "text or utterances: conversations are tokenized by the tokenizer of the model",
+            ),
+            ("data", "bpe_size") => (self.data.tokenizer == "bpe", "data.tokenizer=bpe"),
+            ("data", "field" | "corpora" | "documents_apart" | "holdout_by" | "resize_embedding") => {
+                (self.task == Language, "text (task language)")
+            }
+            ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
+            ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
+                (self.task == IntentSlot, "utterances (task intent-slot)")
+            }
+            ("training", "decay_steps") => (training.schedule == ScheduleKind::Wsd, "training.schedule=wsd"),
+            ("training", "min_learning_rate") => {
+                (training.schedule != ScheduleKind::Constant, "a schedule that decays, and not constant")
+            }
+            ("model", key) if key != "dropout" => {
+                (self.init.is_none(), "a new model: the shape of a pretrained one (--init) is its own")
+            }
+            _ => return None,
+        };
+        (!has).then_some(needed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_without_effect_are_refused_by_name() {
+        let refused = |recipe: &str, settings: &[(&str, &str)]| {
+            let recipe = Recipe::shipped(recipe).expect("a good recipe");
+            recipe.with_all(settings.iter().copied()).expect_err("no effect").to_string()
+        };
+        for (recipe, settings, wanted) in [
+            ("chat-full", &[("rank", "8")][..], "lora.rank has no effect: it needs training.adapter=lora"),
+            ("chat-lora", &[("adapter", "none"), ("base", "nf4")], "lora.base"),
+            ("stories", &[("packing", "false")], "data.packing has no effect: it needs conversations"),
+            ("llama-15m", &[("chat_template", "x.jinja")], "data.chat_template"),
+            ("chat-lora", &[("tokenizer", "char")], "data.tokenizer"),
+            ("chat-lora", &[("sample_tokens", "8")], "training.sample_tokens"),
+            ("chat-lora", &[("beta", "0.2")], "preference.beta has no effect: it needs preference pairs"),
+            ("stories", &[("intent_weight", "0.5")], "training.intent_weight"),
+            ("stories", &[("bpe_size", "300")], "data.bpe_size has no effect: it needs data.tokenizer=bpe"),
+            ("stories", &[("decay_steps", "3")], "training.decay_steps"),
+            ("stories", &[("schedule", "constant"), ("min_learning_rate", "0")], "training.min_learning_rate"),
+            ("home", &[("field", "story")], "data.field"),
+            ("chat-full", &[("init", "model"), ("d_model", "8")], "model.d_model"),
+        ] {
+            let message = refused(recipe, settings);
+            assert!(message.contains(wanted), "{settings:?}: {message}");
+        }
+        let text = "name = 'x'\ntask = 'chat'\n[lora]\nrank = 4";
+        let message = Recipe::parse(text, "r.toml").expect_err("no effect").to_string();
+        assert!(message.contains("r.toml: lora.rank has no effect"), "{message}");
+        let text = text.replace("[lora]", "[training]\nadapter = 'lora'\n[lora]");
+        Recipe::parse(&text, "r.toml").expect("an adapter has a rank");
+    }
+
+    #[test]
+    fn settings_with_an_effect_are_taken() {
+        for (recipe, settings) in [
+            ("chat-full", &[("adapter", "lora"), ("rank", "8"), ("packing", "false")][..]),
+            ("stories", &[("tokenizer", "bpe"), ("bpe_size", "300"), ("sample_tokens", "0")]),
+            ("stories", &[("schedule", "wsd"), ("decay_steps", "3"), ("min_learning_rate", "0")]),
+            ("home", &[("intent_weight", "0.5"), ("pieces", "300"), ("tokenizer", "pieces")]),
+            ("dpo", &[("beta", "0.2"), ("loss", "ipo"), ("rank", "4"), ("packing", "false")]),
+            ("chat-full", &[("init", "model"), ("dropout", "0.1")]),
+        ] {
+            let recipe = Recipe::shipped(recipe).expect("a good recipe");
+            recipe.with_all(settings.iter().copied()).expect("effects");
+        }
+    }
+}
