@@ -124,6 +124,12 @@ fn asked_for() -> Option<Asked> {
     *ASKED.get_or_init(|| asked().unwrap_or_default())
 }
 
+/// Whether [`VARIABLE`] names a family: kernels that no device of their family has been compared with
+/// the reference on run only then.
+pub(crate) fn is_forced() -> bool {
+    asked_for().is_some()
+}
+
 /// What a device can do, with what [`VARIABLE`] takes from it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features {

@@ -29,7 +29,7 @@ use cubecl::{CompilationError, Compiler, CubeTask};
 use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cudarc::driver::result as driver;
 
-pub(crate) use self::arch::{Arch, family, has_fast_tf32, shared_bytes, takes};
+pub(crate) use self::arch::{Arch, family, has_fast_tf32, is_forced, shared_bytes, takes};
 use crate::cubecl::assert_reachable;
 use crate::notices::{Level, notice};
 use crate::rehearsal;

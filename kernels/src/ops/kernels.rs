@@ -1,8 +1,8 @@
 //! The CUDA C++ kernels of all operations, by device family.
 
 use super::{attention, decode_step, head_loss, head_sample, linear, norm};
-use crate::cuda::Arch;
 use crate::cuda::arch::Target;
+use crate::cuda::{self, Arch};
 
 /// A CUDA C++ kernel with all compile-time values.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,7 +59,10 @@ const FAMILIES: [(&str, &[Arch]); 6] = [
 pub(crate) fn families(family: Option<Arch>) -> String {
     let Some(family) = family else { return "portable".into() };
     let names = |has: bool| {
-        let of = FAMILIES.into_iter().filter(|(_, families)| families.contains(&family) == has);
+        let runs = |name: &str, families: &[Arch]| {
+            families.contains(&family) && (family != Arch::Sm80 || name != "attention" || cuda::is_forced())
+        };
+        let of = FAMILIES.into_iter().filter(|(name, families)| runs(name, families) == has);
         of.map(|(name, _)| name).collect::<Vec<_>>().join(", ")
     };
     let (own, others) = (names(true), names(false));
