@@ -98,9 +98,11 @@ fn probe_cuda() -> Result<Vec<DeviceInfo>, String> {
         let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let mut detail = format!("compute capability {major}.{minor}, {} GiB", memory >> 30);
-        if let Some(arch) = crate::cuda::arch::asked_of((major, minor))? {
-            detail += &format!(", kernels of {arch}");
+        let (family, asked) = crate::cuda::arch::used_by((major, minor))?;
+        if let Some(asked) = asked {
+            detail += &format!(", used as {asked}");
         }
+        detail += &format!("; kernels: {}", crate::ops::kernels::families(family));
         found.push(DeviceInfo { name, detail, memory: Some(memory as u64) });
     }
     if found.is_empty() {
@@ -156,7 +158,7 @@ pub fn configure(cache: Option<KernelCache<'_>>) {
             // Another family has other kernels.
             #[cfg(feature = "cuda")]
             let device = match crate::cuda::arch::asked() {
-                Ok(Some(arch)) => format!("{device}-{}", arch.name()),
+                Ok(Some(asked)) => format!("{device}-{}", asked.name),
                 _ => device,
             };
             let folder = folder.join(format!("{}-{device}", env!("FIRECLAY_KERNEL_SOURCES")));

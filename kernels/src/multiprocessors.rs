@@ -6,10 +6,5 @@ use burn_cubecl::tensor::CubeTensor;
 /// The multiprocessors of a tensor's device, or an assumption if it does not report them, as with
 /// Vulkan.
 pub(crate) fn multiprocessors<R: CubeRuntime>(x: &CubeTensor<R>) -> u32 {
-    let own = x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64);
-    #[cfg(feature = "cuda")]
-    if let Some(arch) = crate::cuda::arch::in_place_of_own(x) {
-        return own.min(arch.multiprocessors());
-    }
-    own
+    x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64)
 }

@@ -223,7 +223,7 @@ impl Task {
         match self {
             Self::Chat(chat) => Some(chat.preview(colour)),
             Self::Preference(task) => Some(task.preview(colour)),
-            Self::Language(_) | Self::IntentSlot(_) => None,
+            Self::Language(_) | Self::Masked(_) | Self::IntentSlot(_) => None,
         }
     }
 

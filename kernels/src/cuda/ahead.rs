@@ -27,7 +27,7 @@ use cudarc::nvrtc::result as nvrtc;
 
 use crate::rehearsal;
 
-use super::{Arch, CudaKernel, Task, in_context_of};
+use super::{CudaKernel, Task, in_context_of};
 
 thread_local! {
     /// The rehearsal of this thread.
@@ -70,7 +70,7 @@ pub(super) fn send<K: CudaKernel>(kernel: &K) {
 
 /// Calls `work` without launches of CUDA C++ kernels, and compiles these for the device of this
 /// index.
-pub(super) fn compile_ahead(index: usize, arch: Arch, work: impl FnOnce()) {
+pub(super) fn compile_ahead(index: usize, target: &str, work: impl FnOnce()) {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     if threads == 1 || rehearsal::is_on() || install::cuda_path().is_none() || !is_kept() {
         return;
@@ -88,7 +88,7 @@ pub(super) fn compile_ahead(index: usize, arch: Arch, work: impl FnOnce()) {
         let compiles = || {
             while let Some(source) = next(&receiver) {
                 // Compile errors are reported at the launch.
-                let _ = compile(index, arch, &source);
+                let _ = compile(index, target, &source);
             }
         };
         let started = (0..threads).map_while(|_| thread::Builder::new().spawn_scoped(scope, compiles).ok()).count();
@@ -117,10 +117,10 @@ fn next(sources: &Mutex<Receiver<String>>) -> Option<String> {
 }
 
 /// Compiles a source as CubeCL does, and lets the driver assemble it.
-fn compile(index: usize, arch: Arch, source: &str) -> Option<()> {
+fn compile(index: usize, target: &str, source: &str) -> Option<()> {
     let source = CString::new(source).ok()?;
     let include = |path: &std::path::Path| format!("--include-path={}", path.display());
-    let target = format!("--gpu-architecture={}", arch.target());
+    let target = format!("--gpu-architecture={target}");
     let mut options = vec![target, include(&install::include_path()), "-lineinfo".into()];
     if install::cccl_include_path().exists() {
         options.push(include(&install::cccl_include_path()));

@@ -1,8 +1,8 @@
 //! CUDA C++ kernels: compiled by NVRTC for the current device, and launched on CubeCL's stream in
 //! order with its kernels.
 //!
-//! A kernel's source is with its operation, in a folder of its [family](Arch); [`HOPPER`] is shared
-//! by those for Hopper.
+//! A kernel's source is with its operation, in a folder of its [family](Arch); [`HOPPER`] and
+//! [`AMPERE`] are shared by those of a family.
 
 mod ahead;
 pub(crate) mod arch;
@@ -29,17 +29,21 @@ use cubecl::{CompilationError, Compiler, CubeTask};
 use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cudarc::driver::result as driver;
 
-pub(crate) use self::arch::{Arch, takes};
+pub(crate) use self::arch::{Arch, family, has_fast_tf32, shared_bytes, takes};
 use crate::cubecl::assert_reachable;
 use crate::notices::{Level, notice};
 use crate::rehearsal;
 
-/// Shared source of Hopper kernels: mbarriers, TMA, wgmma.
-pub(crate) const HOPPER: &str = include_str!("include/hopper.cuh");
+/// Shared source of kernels of all families.
+pub(crate) const COMMON: &str = include_str!("include/common.cuh");
+/// Shared source of kernels for Hopper: mbarriers, TMA, wgmma.
+pub(crate) const HOPPER: &str = concat!(include_str!("include/common.cuh"), include_str!("include/hopper.cuh"));
 /// The largest logit and its token.
 pub(crate) const LARGEST: (&str, &str) = ("largest.cuh", include_str!("include/largest.cuh"));
 /// Maximum shared memory of a block there, in bytes.
-pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.shared_bytes();
+pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.targets()[0].shared_bytes;
+/// Shared source of kernels for Ampere and later: `cp.async`, `mma`.
+pub(crate) const AMPERE: &str = concat!(include_str!("include/common.cuh"), include_str!("include/ampere.cuh"));
 
 type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
 
@@ -199,6 +203,14 @@ impl Arguments {
     pub(crate) fn pointer<R: CubeRuntime>(mut self, x: &CubeTensor<R>) -> Self {
         assert_reachable(x);
         self.pointers.push(x.handle.clone().binding());
+        self
+    }
+
+    /// A tensor's buffer from element `first` on.
+    pub(crate) fn pointer_from<R: CubeRuntime>(mut self, x: &CubeTensor<R>, first: usize) -> Self {
+        assert_reachable(x);
+        let handle = x.handle.clone().offset_start((first * x.dtype.size()) as u64);
+        self.pointers.push(handle.binding());
         self
     }
 
@@ -380,9 +392,9 @@ pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
 /// kernels.
 pub(crate) fn compile_ahead(device: &dyn Any, work: impl FnOnce()) {
     if let Some(device) = device.downcast_ref::<CudaDevice>()
-        && let Some(arch) = arch::of_device(device.index).filter(|arch| arch.has_kernels())
+        && let Some(features) = arch::of_device(device.index).filter(|features| features.arch().is_some())
     {
-        ahead::compile_ahead(device.index, arch, work);
+        ahead::compile_ahead(device.index, &features.target(), work);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{attention, decode_step, head_loss, head_sample, linear, norm};
 use crate::cuda::Arch;
+use crate::cuda::arch::Target;
 
 /// A CUDA C++ kernel with all compile-time values.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,23 +16,56 @@ pub struct CudaSource {
 }
 
 /// The CUDA C++ kernels in bf16, for tools that inspect compiled code. None of them may spill
-/// registers.
+/// registers, but for a few at the end of a tile in the GEMM for Ampere.
 ///
 /// For attention with dropout they include two masks; under the other two, its backward pass spills
 /// up to 8 bytes in a warp that only loads. Of fused decode steps for few rows they include only
 /// those for any shape with one row, and not with both weights and cache in INT8: others spill some
 /// 20 bytes per thread, and more with eight rows.
 pub fn cuda_sources() -> Vec<CudaSource> {
-    let table = [
-        (Arch::Sm90, linear::hopper_sources().collect::<Vec<_>>()),
-        (Arch::Sm90, attention::hopper_sources().collect()),
-        (Arch::Sm90, norm::hopper_sources().collect()),
-        (Arch::Sm90, head_loss::hopper_sources().collect()),
-        (Arch::Sm90, decode_step::hopper_sources().collect()),
-        (Arch::Sm90, head_sample::hopper_sources().collect()),
+    let hopper = [
+        linear::hopper_sources().collect::<Vec<_>>(),
+        attention::hopper_sources().collect(),
+        norm::hopper_sources().collect(),
+        head_loss::hopper_sources().collect(),
+        decode_step::hopper_sources().collect(),
+        head_sample::hopper_sources().collect(),
     ];
-    let of_arch = |(arch, sources): (Arch, Vec<(String, String)>)| {
-        sources.into_iter().map(move |(name, source)| CudaSource { name, target: arch.target(), source })
+    let named = |target: &Target, (name, source)| CudaSource { name, target: target.name, source };
+    let of_hopper =
+        Arch::Sm90.targets().iter().flat_map(|target| hopper.concat().into_iter().map(move |it| named(target, it)));
+    // All for the first target, a selection for the others.
+    let of_ampere = Arch::Sm80.targets().iter().enumerate().flat_map(|(index, target)| {
+        let (most_bytes, all) = (target.shared_bytes, index == 0);
+        let sources = linear::ampere_sources(most_bytes, all)
+            .chain(attention::ampere_sources(most_bytes, all))
+            .chain(norm::ampere_sources(most_bytes, all));
+        sources.map(move |it| named(target, it))
+    });
+    of_hopper.chain(of_ampere).collect()
+}
+
+/// The operations that have CUDA C++ kernels, with the families that these are for.
+const FAMILIES: [(&str, &[Arch]); 6] = [
+    ("linear", &[Arch::Sm80, Arch::Sm90]),
+    ("attention", &[Arch::Sm80, Arch::Sm90]),
+    ("norm", &[Arch::Sm80, Arch::Sm90]),
+    ("head_loss", &[Arch::Sm90]),
+    ("head_sample", &[Arch::Sm90]),
+    ("decode_step", &[Arch::Sm90]),
+];
+
+/// Which operations have kernels of a family, and which run the portable ones.
+pub(crate) fn families(family: Option<Arch>) -> String {
+    let Some(family) = family else { return "portable".into() };
+    let names = |has: bool| {
+        let of = FAMILIES.into_iter().filter(|(_, families)| families.contains(&family) == has);
+        of.map(|(name, _)| name).collect::<Vec<_>>().join(", ")
     };
-    table.into_iter().flat_map(of_arch).collect()
+    let (own, others) = (names(true), names(false));
+    if others.is_empty() {
+        family.name().to_string()
+    } else {
+        format!("{} for {own}; portable for {others}", family.name())
+    }
 }

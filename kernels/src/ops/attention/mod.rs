@@ -13,7 +13,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::cuda::{PagedHopper, hopper_sources};
+pub(crate) use self::cuda::{PagedHopper, ampere_sources, hopper_sources};
 use super::dropout::Dropout;
 use super::reshape::ReshapeOps;
 use crate::checked::{Checked, Operands, Part, part};

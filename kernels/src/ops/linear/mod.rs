@@ -19,7 +19,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Tensor};
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::cuda::{FewRowsWeight, few_rows_product, hopper_sources};
+pub(crate) use self::cuda::{FewRowsWeight, ampere_sources, few_rows_product, hopper_sources};
 use super::activation::{Activation, ActivationOps};
 use super::dropout::{Dropout, DropoutOps};
 use super::norm::{Norm, NormOps, norm_rows};

@@ -9,7 +9,8 @@
 //!                                      skinny/stream
 //!     else --------------------------> skinny/simt
 //! more rows -------------------------> gemm
-//!     f32 or 16-bit, Hopper, large, aligned: CUDA C++ (../cuda)
+//!     f32 or 16-bit, Ampere or later, large, aligned: CUDA C++ (../cuda), for Hopper or Ampere;
+//!                                  exact f32 only on devices with fast TF32
 //!     16-bit, device has TMA, large -> cubek's warp-specialized TMA kernel (Gemm::Tma)
 //!     f32, TF32 not requested -------> gemm_simt (Gemm::Simt)
 //!     16-bit, small, aligned --------> gemm_tensor_cores (Gemm::TensorCores)
@@ -88,23 +89,18 @@ pub(crate) enum Gemm {
     Cubek { split_k: usize },
 }
 
-/// Whether the Hopper GEMM supports the size of a product `[m, n, k]` in `dtype`. With fewer rows
-/// than a tile, reading the weight dominates. In 16 bits, of the products that the GEMM for few
-/// rows does not take, this GEMM reads the weight fastest.
-pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
+/// Whether a CUDA C++ GEMM supports the size of a product `[m, n, k]` in `dtype`, and the device has
+/// one. With fewer rows than a tile, reading the weight dominates. In 16 bits, of the products that
+/// the GEMM for few rows does not take, this GEMM reads the weight fastest.
+pub(crate) fn takes_cuda<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
     let many = m >= TILE && m * n * k > MOST_SMALL;
     let large = n >= TILE && if dtype == DType::F32 { many } else { dtype.size() == 2 && (few || many) };
-    large && on_hopper(x)
-}
-
-/// Whether the device of `x` runs Hopper kernels.
-fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     #[cfg(feature = "cuda")]
-    return cuda::takes(x, Arch::Sm90);
+    return large && cuda::family(x).is_some();
     #[cfg(not(feature = "cuda"))]
     {
-        let _ = x;
+        let _ = (x, large);
         false
     }
 }
@@ -118,7 +114,7 @@ pub(crate) fn takes_few_rows<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usiz
     let once = m <= TILE || m <= 2 * TILE && n * k < LARGE_WEIGHT;
     // A tile of the Hopper GEMM occupies two multiprocessors. At most half of them would have one.
     let idle = || 4 * m.div_ceil(2 * TILE) * n.div_ceil(TILE) <= multiprocessors(x) as usize;
-    x.dtype.size() == 2 && worth && k.is_multiple_of(8) && on_hopper(x) && (once || idle())
+    x.dtype.size() == 2 && worth && k.is_multiple_of(8) && cuda::takes(x, Arch::Sm90) && (once || idle())
 }
 
 /// Chooses the GEMM of `a` `[m, k]` and `b` `[k, n]`. Both have the same dtype and one stride of 1.

@@ -10,7 +10,7 @@ mod cuda;
 pub(crate) mod reference;
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::cuda::hopper_sources;
+pub(crate) use self::cuda::{ampere_sources, hopper_sources};
 
 use burn::tensor::DType;
 use burn::tensor::Tensor;

@@ -21,7 +21,7 @@ pub(crate) use self::heads::{CubeMask, Dims, Heads, cube_mask};
 use self::mask::SizesLaunch;
 pub(crate) use self::softcap::capped;
 #[cfg(feature = "cuda")]
-use super::cuda::Hopper;
+use super::cuda::Fused;
 use super::{
     AttentionBackward, AttentionForward, AttentionGradients, AttentionOps, AttentionOptions, AttentionOutput,
     QkvAttentionBackward, QkvAttentionForward,
@@ -111,8 +111,8 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
     #[cfg(feature = "cuda")]
     if let [query, key, value] = inputs
-        && let Some(hopper) = Hopper::new(&[query, key, value, &output], dims, mask, options)
-        && hopper.forward(inputs, &output, &log_sum_exp)
+        && let Some(fused) = Fused::new(&[query, key, value, &output], dims, mask, options)
+        && fused.forward(inputs, &output, &log_sum_exp)
     {
         return (output.tensor, log_sum_exp);
     }
@@ -140,8 +140,8 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     let inputs = [query, key, value, &grad];
     let all = [query, key, value, &grad, d_query, d_key, d_value];
     #[cfg(feature = "cuda")]
-    if let Some(hopper) = Hopper::new(&all, dims, mask, options)
-        && hopper.backward(inputs, &rows, [d_query, d_key, d_value])
+    if let Some(fused) = Fused::new(&all, dims, mask, options)
+        && fused.backward(inputs, &rows, [d_query, d_key, d_value])
     {
         return;
     }

@@ -6,9 +6,9 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
-use super::{AttentionHopper, MOST_WINDOW, Mask, Pass, ROWS};
+use super::{MOST_WINDOW, Mask, ROWS};
 use crate::cubecl::empty;
-use crate::cuda::{self, Arguments, CudaKernel, Tried};
+use crate::cuda::{self, Arguments, COMMON, CudaKernel, Tried};
 
 /// Integers per tile: one per token, and four.
 const TILE: usize = ROWS + 4;
@@ -23,12 +23,13 @@ impl CudaKernel for Documents {
     }
 
     fn entry(&self) -> &'static str {
-        "attention_documents_hopper"
+        "attention_documents"
     }
 
     fn source(&self) -> String {
-        let kernel = AttentionHopper::new(Pass::Forward, "bf16", 64, Mask::Documents, false);
-        format!("{}{}", kernel.shared_source(), include_str!("sm90/documents.cu"))
+        let defined = cuda::defines([("MASK", Mask::Documents as usize), ("DROPOUT", 0)]);
+        let half = "#define HALF \"bf16\"\n";
+        format!("{half}{defined}{COMMON}{}{}", include_str!("masks.cuh"), include_str!("documents.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

@@ -1,6 +1,7 @@
-//! Attention for Hopper in CUDA C++: 16-bit heads of 64 or 128, with all masks except for positions
-//! in a cache.
+//! Attention in CUDA C++, for Hopper and for [Ampere and later](ampere): 16-bit heads of 64 or 128,
+//! with all masks except for positions in a cache.
 
+mod ampere;
 mod documents;
 mod paged;
 
@@ -80,7 +81,10 @@ impl AttentionHopper {
             ("SHARED", self.shared_bytes()),
         ];
         let defined = cuda::defines(defined);
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("sm90/attention.cuh"))
+        format!(
+            "#define HALF \"{half}\"\n{defined}{HOPPER}{}",
+            concat!(include_str!("masks.cuh"), include_str!("sm90/attention.cuh"))
+        )
     }
 
     /// Rows of the streamed tiles.
@@ -169,9 +173,16 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     kernels.chain(paged).map(cuda::named).chain([cuda::named(Documents)])
 }
 
+/// The kernels in bf16 for Ampere and later, for devices with this shared memory per block; those of
+/// a causal mask unless `all` are asked for.
+pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
+    ampere::kernels(most_bytes, all).map(cuda::named).chain([cuda::named(Documents)])
+}
+
 /// An attention that these kernels support.
 #[derive(Clone)]
-pub(super) struct Hopper<R: CubeRuntime> {
+pub(super) struct Fused<R: CubeRuntime> {
+    arch: Arch,
     half: &'static str,
     dims: Dims,
     mask: Mask,
@@ -182,8 +193,8 @@ pub(super) struct Hopper<R: CubeRuntime> {
     options: AttentionOptions,
 }
 
-impl<R: CubeRuntime> Hopper<R> {
-    /// If the kernels support device, dtype, sizes and mask, and TMA can access all of `heads`.
+impl<R: CubeRuntime> Fused<R> {
+    /// If the kernels support device, dtype, sizes and mask, and can access all of `heads`.
     pub(super) fn new(heads: &[&Heads<R>], dims: Dims, mask: &CubeMask<R>, options: AttentionOptions) -> Option<Self> {
         let x = &heads[0].tensor;
         let half = cuda::half_name(x.dtype.into())?;
@@ -206,9 +217,10 @@ impl<R: CubeRuntime> Hopper<R> {
                 && heads.strides.iter().all(|stride| stride % 8 == 0)
                 && !expanded
         };
-        if !(sizes && numbers && heads.iter().all(reads) && cuda::takes(x, Arch::Sm90)) {
+        if !(sizes && numbers && heads.iter().all(reads)) {
             return None;
         }
+        let arch = cuda::family(x)?;
         let integers = |ints: &CubeTensor<R>| (ints.dtype == DType::I32).then(|| contiguous(ints.clone()));
         let (mask, window, ints) = match mask {
             CubeMask::None => (Mask::Every, None, None),
@@ -224,7 +236,7 @@ impl<R: CubeRuntime> Hopper<R> {
             CubeMask::Positions { .. } | CubeMask::Ranges(_) => return None,
         };
         let window = window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW);
-        Some(Self { half, dims, mask, window, ints, options })
+        Some(Self { arch, half, dims, mask, window, ints, options })
     }
 
     fn kernel(&self, pass: Pass) -> AttentionHopper {
@@ -234,7 +246,7 @@ impl<R: CubeRuntime> Hopper<R> {
 
     /// Whether the kernel of a pass runs on the device of `x`; tried on a head of one tile.
     fn works(&self, x: &CubeTensor<R>, pass: Pass) -> bool {
-        cuda::works(x, &self.kernel(pass), INSTEAD, || {
+        let probe = || {
             let dims = Dims { batch_size: 1, n_heads: 1, n_kv_heads: 1, seq_length: ROWS, keys: ROWS, ..self.dims };
             let ints = self.ints.as_ref().map(|ints| match self.mask {
                 Mask::Documents => Documents::rows(&empty(ints, [1, ROWS], DType::I32), None),
@@ -249,7 +261,14 @@ impl<R: CubeRuntime> Hopper<R> {
                 Pass::Forward => small.launch_forward([&q, &k, &v], &out, &rows),
                 Pass::Backward => small.launch_backward([&q, &k, &v, &grad], &rows, [&out, &other, &last]),
             }
-        })
+        };
+        match self.arch {
+            Arch::Sm90 => cuda::works(x, &self.kernel(pass), INSTEAD, probe),
+            Arch::Sm80 => {
+                let kernel = self.ampere_kernel(x, pass);
+                kernel.is_some_and(|kernel| cuda::works(x, &kernel, INSTEAD, probe))
+            }
+        }
     }
 
     /// Writes output and log-sum-exp; returns false if the kernel does not run.
@@ -276,6 +295,9 @@ impl<R: CubeRuntime> Hopper<R> {
     }
 
     fn launch_forward(&self, [query, key, value]: [&Heads<R>; 3], output: &Heads<R>, log_sum_exp: &CubeTensor<R>) {
+        if self.arch == Arch::Sm80 {
+            return self.launch_ampere_forward([query, key, value, output], log_sum_exp);
+        }
         let kernel = self.kernel(Pass::Forward);
         let arguments = self.map_queries(Arguments::default(), query, KEPT);
         let arguments = self.map_keys(self.map_keys(arguments, key, kernel.brought()), value, kernel.brought());
@@ -289,6 +311,9 @@ impl<R: CubeRuntime> Hopper<R> {
         statistics: &CubeTensor<R>,
         [d_query, d_key, d_value]: [&Heads<R>; 3],
     ) {
+        if self.arch == Arch::Sm80 {
+            return self.launch_ampere_backward([query, key, value, grad, d_query, d_key, d_value], statistics);
+        }
         let kernel = self.kernel(Pass::Backward);
         let Dims { batch_size, n_heads, seq_length, head_dim, .. } = self.dims;
         // A consumer writes half of the columns of d_query.
@@ -319,14 +344,18 @@ impl<R: CubeRuntime> Hopper<R> {
         map_heads(arguments, heads, [batch_size, n_kv_heads, keys], head_dim, [rows, 64])
     }
 
-    fn launch(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
+    /// The first words of a launch.
+    fn sizes(&self) -> [usize; 7] {
         let Dims { batch_size, n_heads, n_kv_heads, seq_length, keys, .. } = self.dims;
-        let AttentionOptions { scale, dropout, .. } = self.options;
-        let scale = (scale as f32).to_bits() as usize;
+        let scale = (self.options.scale as f32).to_bits() as usize;
+        [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, scale]
+    }
+
+    fn launch(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
         // Never read without such a mask.
         let arguments = arguments.pointer(self.ints.as_ref().unwrap_or(x));
-        let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, scale];
-        let arguments = sizes.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
+        let arguments = self.sizes().into_iter().fold(arguments, Arguments::word);
+        let arguments = arguments.words(Dropout::words(self.options.dropout));
         // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known
         // of rows is read and written below the number of queries; lengths are there for each row
         // of the batch, and documents are known of each token. Backward sums and marks are there

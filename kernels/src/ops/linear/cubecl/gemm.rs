@@ -30,9 +30,9 @@ use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::Activation;
 #[cfg(feature = "cuda")]
 use crate::ops::linear::cuda::{
-    hopper_activate, hopper_product, hopper_product_and_row_sums, hopper_product_by_slopes, hopper_product_into,
+    cuda_product, cuda_product_activate, cuda_product_and_row_sums, cuda_product_by_slopes, cuda_product_into,
 };
-use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_hopper, takes_tma, tma_slices};
+use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_cuda, takes_tma, tma_slices};
 use crate::products::takes_tf32;
 
 /// `a * b` for `a` `[m, k]` and `b` `[k, n]` of any float dtypes and strides, multiplied in dtype
@@ -48,12 +48,12 @@ pub(crate) fn product<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
-    let hopper = takes_hopper(&a, within, [m, n, k]);
-    let (a, b) = match hopper {
+    let fits = takes_cuda(&a, within, [m, n, k]);
+    let (a, b) = match fits {
         true => (aligned(cast_as_it_lies(a, within)), aligned(cast_as_it_lies(b, within))),
         false => (a, b),
     };
-    if hopper && let Some(out) = hopper_product(&a, &b, &Added::none(), dtype) {
+    if fits && let Some(out) = cuda_product(&a, &b, &Added::none(), dtype) {
         return out;
     }
     if takes_tma(&a, within, [m, n, k]) {
@@ -85,7 +85,7 @@ pub(crate) fn product_into<R: CubeRuntime>(
     b: CubeTensor<R>,
     within: DType,
 ) -> CubeTensor<R> {
-    if a.dtype == within && b.dtype == within && hopper_product_into(&mut sum, &a, &b) {
+    if a.dtype == within && b.dtype == within && cuda_product_into(&mut sum, &a, &b) {
         return sum;
     }
     add(sum, product(a, b, within, DType::F32))
@@ -100,7 +100,7 @@ pub(crate) fn product_and_row_sums<R: CubeRuntime>(
     within: DType,
 ) -> [CubeTensor<R>; 2] {
     let fits = a.dtype == within && b.dtype == within;
-    if fits && let Some(both) = hopper_product_and_row_sums(&a, &b, sum.as_mut()) {
+    if fits && let Some(both) = cuda_product_and_row_sums(&a, &b, sum.as_mut()) {
         return both;
     }
     let row_sums = sum_over_rows(transposed(a.clone()));
@@ -121,7 +121,7 @@ pub(crate) fn product_add<R: CubeRuntime>(
     if a.dtype != b.dtype || !a.meta.strides().contains(&1) || !b.meta.strides().contains(&1) {
         return None;
     }
-    if let Some(out) = hopper_product(a, b, added, a.dtype) {
+    if let Some(out) = cuda_product(a, b, added, a.dtype) {
         return Some(out);
     }
     let small = route::gemm(a, b) == Gemm::TensorCores { split_k: 1 } && gemm_tensor_cores::can_add(added);
@@ -137,7 +137,7 @@ pub(crate) fn product_activate<R: CubeRuntime>(
     activation: Activation,
     saves: bool,
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
-    hopper_activate(a, b, bias, activation, saves)
+    cuda_product_activate(a, b, bias, activation, saves)
 }
 
 /// `(a * b) * slopes` in their common dtype, for slopes `[m, n]`, or `[m, 2 n]`: then both halves
@@ -147,12 +147,12 @@ pub(crate) fn product_by_slopes<R: CubeRuntime>(
     b: &CubeTensor<R>,
     slopes: &CubeTensor<R>,
 ) -> Option<CubeTensor<R>> {
-    hopper_product_by_slopes(a, b, slopes)
+    cuda_product_by_slopes(a, b, slopes)
 }
 
 /// Without CUDA, there is no Hopper GEMM.
 #[cfg(not(feature = "cuda"))]
-fn hopper_activate<R: CubeRuntime>(
+fn cuda_product_activate<R: CubeRuntime>(
     _: &CubeTensor<R>,
     _: &CubeTensor<R>,
     _: Option<&CubeTensor<R>>,
@@ -163,12 +163,12 @@ fn hopper_activate<R: CubeRuntime>(
 }
 
 #[cfg(not(feature = "cuda"))]
-fn hopper_product_into<R: CubeRuntime>(_: &mut CubeTensor<R>, _: &CubeTensor<R>, _: &CubeTensor<R>) -> bool {
+fn cuda_product_into<R: CubeRuntime>(_: &mut CubeTensor<R>, _: &CubeTensor<R>, _: &CubeTensor<R>) -> bool {
     false
 }
 
 #[cfg(not(feature = "cuda"))]
-fn hopper_product_and_row_sums<R: CubeRuntime>(
+fn cuda_product_and_row_sums<R: CubeRuntime>(
     _: &CubeTensor<R>,
     _: &CubeTensor<R>,
     _: Option<&mut CubeTensor<R>>,
@@ -177,7 +177,7 @@ fn hopper_product_and_row_sums<R: CubeRuntime>(
 }
 
 #[cfg(not(feature = "cuda"))]
-fn hopper_product_by_slopes<R: CubeRuntime>(
+fn cuda_product_by_slopes<R: CubeRuntime>(
     _: &CubeTensor<R>,
     _: &CubeTensor<R>,
     _: &CubeTensor<R>,
@@ -186,12 +186,7 @@ fn hopper_product_by_slopes<R: CubeRuntime>(
 }
 
 #[cfg(not(feature = "cuda"))]
-fn hopper_product<R: CubeRuntime>(
-    _: &CubeTensor<R>,
-    _: &CubeTensor<R>,
-    _: &Added<R>,
-    _: DType,
-) -> Option<CubeTensor<R>> {
+fn cuda_product<R: CubeRuntime>(_: &CubeTensor<R>, _: &CubeTensor<R>, _: &Added<R>, _: DType) -> Option<CubeTensor<R>> {
     None
 }
 

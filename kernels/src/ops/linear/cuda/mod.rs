@@ -1,39 +1,29 @@
-//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, with bias, activation
-//! and residual in the same launch, and for those of f32. That for few rows is [another](few_rows).
+//! The GEMMs for [Hopper](hopper) and for [Ampere and later](ampere), in CUDA C++: for large
+//! 16-bit products, with bias, activation and residual in the same launch, and for those of f32. That
+//! for few rows is [another](few_rows).
 
+mod ampere;
 mod few_rows;
+mod hopper;
 mod split;
 mod tiles;
-
-use std::cell::RefCell;
-use std::collections::HashMap;
-use std::sync::Mutex;
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::device::{Device, DeviceId};
-use cubecl::server::Handle;
 
 pub(crate) use self::few_rows::{FewRowsWeight, few_rows_product};
 use self::split::split;
-use self::tiles::{Tiles, WIDEST, tiles};
 use super::cubecl::gemm_tensor_cores::Added;
 use super::cubecl::layout::{k_major, transposed};
+use crate::cubecl::empty;
 use crate::cubecl::reduce::sum_over_rows;
-use crate::cubecl::{contiguous, empty};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
-use crate::multiprocessors::multiprocessors;
+use crate::cuda::{self, Arch};
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::dropout::Dropout;
 use crate::ops::linear::route;
 use crate::products::takes_tf32;
 
-/// Blocks of a cluster.
-const BLOCKS: u32 = 2;
-/// Warpgroups of a block that multiply, and rows that each has of a tile.
-const CONSUMERS: usize = 2;
-const ROWS: usize = 64;
 /// Of K in a stage, 128 bytes: of 16 bits, and of f32.
 const DEPTH: usize = 64;
 const F32_DEPTH: usize = DEPTH / 2;
@@ -69,23 +59,21 @@ impl Numbers {
         if self == Self::F16 { "f16" } else { "bf16" }
     }
 
-    /// Stages of so many of K.
-    fn stages(self, k: usize) -> usize {
+    /// Stages of so many of K, as so many bytes each.
+    fn stages_of(self, k: usize, bytes: usize) -> usize {
         match self {
-            Self::Bf16 | Self::F16 => k.div_ceil(DEPTH),
-            Self::Tf32 => k.div_ceil(F32_DEPTH),
-            Self::SplitF32 => 3 * k.div_ceil(F32_DEPTH),
+            Self::Bf16 | Self::F16 => k.div_ceil(bytes / 2),
+            Self::Tf32 => k.div_ceil(bytes / 4),
+            Self::SplitF32 => 3 * k.div_ceil(bytes / 4),
         }
     }
 }
 
-/// What the kernel is compiled for.
+/// What a kernel computes, of either family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct GemmHopper {
+struct Traits {
     /// What it multiplies.
     numbers: Numbers,
-    /// Columns of a tile.
-    columns: usize,
     /// Whether `a` is contiguous along M, not K.
     a_major_m: bool,
     /// Whether `b` is contiguous along N, not K.
@@ -103,12 +91,11 @@ struct GemmHopper {
     slopes: usize,
 }
 
-impl GemmHopper {
+impl Traits {
     /// A product with nothing behind it, of matrices with K contiguous.
-    fn plain(numbers: Numbers, columns: usize) -> Self {
+    fn plain(numbers: Numbers) -> Self {
         Self {
             numbers,
-            columns,
             a_major_m: false,
             b_major_n: false,
             out_f32: false,
@@ -120,50 +107,33 @@ impl GemmHopper {
         }
     }
 
-    /// A product of f32.
-    fn of_f32(numbers: Numbers, columns: usize) -> Self {
-        Self { out_f32: true, ..Self::plain(numbers, columns) }
+    /// Those of training in bf16.
+    fn of_training() -> [Self; 11] {
+        let plain = Self::plain(Numbers::Bf16);
+        let (gelu, swiglu) = (Self { activation: 1, ..plain }, Self { activation: 3, gated: true, ..plain });
+        let backward = Self { b_major_n: true, ..plain };
+        let of_weight = Self { a_major_m: true, out_f32: true, ..backward };
+        [
+            plain,
+            Self { dropout: true, ..plain },
+            gelu,
+            Self { slopes: 1, ..gelu },
+            swiglu,
+            Self { slopes: 2, ..swiglu },
+            backward,
+            Self { slopes: 1, ..backward },
+            Self { slopes: 2, ..backward },
+            of_weight,
+            Self { row_sums: true, ..of_weight },
+        ]
     }
 
-    /// Columns of the result that a tile has.
-    fn out_columns(&self) -> usize {
-        self.columns / (1 + usize::from(self.gated))
-    }
-
-    /// Shared memory besides the stages: the output, the bias, and barriers.
-    fn other_bytes(&self) -> usize {
-        let out = if self.out_f32 { 0 } else { ROWS * self.out_columns() * 2 };
-        CONSUMERS * (out + self.columns * 4) + 256
-    }
-
-    fn stage_bytes(&self) -> usize {
-        (CONSUMERS * ROWS + self.columns) * DEPTH * 2
-    }
-
-    /// As many stages as there is room for.
-    fn stages(&self) -> usize {
-        (HOPPER_SHARED_BYTES - self.other_bytes()) / self.stage_bytes()
-    }
-}
-
-impl CudaKernel for GemmHopper {
-    fn threads(&self) -> u32 {
-        384
-    }
-
-    fn entry(&self) -> &'static str {
-        "gemm_hopper"
-    }
-
-    fn source(&self) -> String {
-        let Self { numbers, columns, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes } =
-            *self;
-        let stages = self.stages();
-        let defined = [
+    /// The macros that both sources have.
+    fn defines(&self) -> String {
+        let Self { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes } = *self;
+        let defined = cuda::defines([
             ("TF32", matches!(numbers, Numbers::Tf32 | Numbers::SplitF32).into()),
             ("SPLIT", (numbers == Numbers::SplitF32).into()),
-            ("COLUMNS", columns),
-            ("STAGES", stages),
             ("A_MAJOR_M", a_major_m.into()),
             ("B_MAJOR_N", b_major_n.into()),
             ("OUT_F32", out_f32.into()),
@@ -172,66 +142,50 @@ impl CudaKernel for GemmHopper {
             ("GATED", gated.into()),
             ("DROPOUT", dropout.into()),
             ("SLOPES", slopes),
-        ];
-        let defined = cuda::defines(defined);
-        format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("sm90/gemm.cu"))
+        ]);
+        format!("#define HALF \"{}\"\n{defined}", numbers.half_name())
     }
 
-    fn shared_bytes(&self) -> usize {
-        self.other_bytes() + self.stages() * self.stage_bytes()
-    }
-
-    fn tried() -> &'static Tried<Self> {
-        static TRIED: Tried<GemmHopper> = Mutex::new(None);
-        &TRIED
+    /// Operands to try a kernel on: matrices `[rows, depth]` and `[depth, columns]`, of which half are gates' where
+    /// these are, the result, and what is behind the product, with so many sums of rows.
+    fn operands<R: CubeRuntime>(
+        &self,
+        x: &CubeTensor<R>,
+        [rows, columns, depth]: [usize; 3],
+        stages: usize,
+    ) -> ([CubeTensor<R>; 2], CubeTensor<R>, Epilogue<R>) {
+        let matrix = |[rows, columns]: [usize; 2], transposed: bool| {
+            let mut x = empty(x, if transposed { [columns, rows] } else { [rows, columns] }, x.dtype);
+            if transposed {
+                x.meta.swap(0, 1);
+            }
+            x
+        };
+        let operands = [matrix([rows, depth], self.a_major_m), matrix([depth, columns], !self.b_major_n)];
+        let dtype = if self.out_f32 { DType::F32 } else { x.dtype };
+        let out_columns = columns / (1 + usize::from(self.gated));
+        let slopes = (self.slopes > 0).then(|| empty(x, [rows, self.slopes * out_columns], dtype));
+        let (epilogue, halves) = match slopes {
+            _ if self.out_f32 => {
+                (Epilogue::Sums(false, self.row_sums.then(|| empty(x, [stages, rows], DType::F32))), 1)
+            }
+            slopes if self.activation > 0 => (Epilogue::Activation(self.activation, self.gated, slopes), 1),
+            Some(slopes) => (Epilogue::Slopes(slopes), self.slopes),
+            None => (Epilogue::Residual(None, None), 1),
+        };
+        (operands, empty(x, [rows, halves * out_columns], dtype), epilogue)
     }
 }
 
 /// The kernels of training and decoding in bf16: their names and sources.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
-    training_kernels().map(cuda::named).chain(few_rows::kernels().map(cuda::named))
+    hopper::kernels().map(cuda::named).chain(few_rows::kernels().map(cuda::named))
 }
 
-fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
-    let bf16 = |columns| {
-        let plain = GemmHopper::plain(Numbers::Bf16, columns);
-        let (gelu, swiglu) =
-            (GemmHopper { activation: 1, ..plain }, GemmHopper { activation: 3, gated: true, ..plain });
-        let backward = GemmHopper { b_major_n: true, ..plain };
-        let of_weight = GemmHopper { a_major_m: true, out_f32: true, ..backward };
-        let all = [
-            plain,
-            GemmHopper { dropout: true, ..plain },
-            gelu,
-            GemmHopper { slopes: 1, ..gelu },
-            swiglu,
-            GemmHopper { slopes: 2, ..swiglu },
-            backward,
-            GemmHopper { slopes: 1, ..backward },
-            GemmHopper { slopes: 2, ..backward },
-            of_weight,
-            GemmHopper { row_sums: true, ..of_weight },
-        ];
-        all.into_iter().filter(|kernel| fits(kernel.columns, kernel.gated, kernel.dropout))
-    };
-    let of_f32 = |columns| {
-        let numbers = [Numbers::Tf32, Numbers::SplitF32].into_iter().filter(move |numbers| fits_f32(columns, *numbers));
-        numbers.map(move |numbers| GemmHopper::of_f32(numbers, columns))
-    };
-    let widths = [128, 192, WIDEST];
-    widths.into_iter().flat_map(bf16).chain(widths.into_iter().flat_map(of_f32))
-}
-
-/// Whether there are tiles of so many columns: the halves of a gate's are written in blocks of 64
-/// columns, and for dropout the widest ones have no registers.
-fn fits(columns: usize, gated: bool, dropout: bool) -> bool {
-    (!gated || columns.is_multiple_of(128)) && (!dropout || columns < WIDEST)
-}
-
-/// Whether there are tiles of so many columns for f32: what is split has sums twice, for which the
-/// widest ones have no registers.
-fn fits_f32(columns: usize, numbers: Numbers) -> bool {
-    numbers != Numbers::SplitF32 || columns < WIDEST
+/// The kernels of training for Ampere and later, for devices with this shared memory per block; a
+/// selection unless `all` are asked for.
+pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
+    ampere::kernels(most_bytes, all).map(cuda::named)
 }
 
 /// What follows a product in the same launch.
@@ -240,7 +194,7 @@ enum Epilogue<R: CubeRuntime> {
     /// f32: whether to add to the destination, and where to write the row sums of `a` over each
     /// stage, f32 `[stages, m]`.
     Sums(bool, Option<CubeTensor<R>>),
-    /// Dropout, and a residual `[m, n]` to add, if they are there.
+    /// Optional dropout, and an optional residual `[m, n]` to add.
     Residual(Option<Dropout>, Option<CubeTensor<R>>),
     /// A nonlinearity by its number in the source, whether it gates, and where its slopes go, `[m,
     /// columns of b]`.
@@ -264,6 +218,17 @@ impl<R: CubeRuntime> Epilogue<R> {
         }
     }
 
+    /// Whether something is added or multiplied by, and what else is read or written, as large as the
+    /// result or as the sums of rows.
+    fn other(self) -> (bool, Option<CubeTensor<R>>) {
+        match self {
+            Self::Sums(adds, row_sums) => (adds, row_sums),
+            Self::Residual(_, residual) => (residual.is_some(), residual),
+            Self::Activation(.., slopes) => (false, slopes),
+            Self::Slopes(slopes) => (true, Some(slopes)),
+        }
+    }
+
     /// Matrices of slopes, where `b` has `n` columns.
     fn slopes(&self, n: usize) -> usize {
         match self {
@@ -277,7 +242,7 @@ impl<R: CubeRuntime> Epilogue<R> {
 /// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
 /// operands. None where the device is no Hopper GPU, the product is too small, an operand has a
 /// layout that TMA cannot read, or something is to be added to f32.
-pub(super) fn hopper_product<R: CubeRuntime>(
+pub(super) fn cuda_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     added: &Added<R>,
@@ -295,19 +260,15 @@ pub(super) fn hopper_product<R: CubeRuntime>(
         DType::F32 => Epilogue::Sums(false, None),
         _ => Epilogue::Residual(added.dropout, added.residual.clone()),
     };
-    let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
+    let plan = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
-    kernel.launch(a, b, added.bias.clone(), epilogue, whole_rounds, &out);
+    plan.launch(a, b, added.bias.clone(), epilogue, &out);
     Some(out)
 }
 
 /// Adds `a * b` to `sum`, f32 `[m, n]`; false where it does not: something else holds `sum`, there
-/// are gaps in it, or for the reasons that [`hopper_product`] has.
-pub(super) fn hopper_product_into<R: CubeRuntime>(
-    sum: &mut CubeTensor<R>,
-    a: &CubeTensor<R>,
-    b: &CubeTensor<R>,
-) -> bool {
+/// are gaps in it, or for the reasons that [`cuda_product`] has.
+pub(super) fn cuda_product_into<R: CubeRuntime>(sum: &mut CubeTensor<R>, a: &CubeTensor<R>, b: &CubeTensor<R>) -> bool {
     if !takes_sums(sum, [a.meta.shape()[0], b.meta.shape()[1]]) {
         return false;
     }
@@ -316,8 +277,8 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
     }
     let epilogue = Epilogue::Sums(true, None);
     match plan(a, b, None, DType::F32, &epilogue) {
-        Some((kernel, whole_rounds)) => {
-            kernel.launch(a, b, None, epilogue, whole_rounds, sum);
+        Some(plan) => {
+            plan.launch(a, b, None, epilogue, sum);
             true
         }
         None => false,
@@ -326,8 +287,8 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
 
 /// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`, f32 `[m]`, where `a` is of 16 bits and contiguous along M:
 /// the launch computes those over each stage, and another one adds them up. None for the reasons
-/// that [`hopper_product_into`] has.
-pub(super) fn hopper_product_and_row_sums<R: CubeRuntime>(
+/// that [`cuda_product_into`] has.
+pub(super) fn cuda_product_and_row_sums<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     sum: Option<&mut CubeTensor<R>>,
@@ -339,14 +300,15 @@ pub(super) fn hopper_product_and_row_sums<R: CubeRuntime>(
         None => None,
     };
     let [m, k, n] = [shape[0], a.meta.shape()[1], shape[1]];
-    if Numbers::half(a.dtype).is_none() || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+    if Numbers::half(a.dtype).is_none() || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
-    let row_sums = empty(a, [k.div_ceil(DEPTH), m], DType::F32);
+    let depth = if cuda::takes(a, Arch::Sm90) { DEPTH } else { ampere::DEPTH };
+    let row_sums = empty(a, [k.div_ceil(depth), m], DType::F32);
     let epilogue = Epilogue::Sums(adds, Some(row_sums.clone()));
-    let (kernel, whole_rounds) = plan(a, b, None, DType::F32, &epilogue)?;
+    let plan = plan(a, b, None, DType::F32, &epilogue)?;
     let out = sum.unwrap_or_else(|| empty(a, shape, DType::F32));
-    kernel.launch(a, b, None, epilogue, whole_rounds, &out);
+    plan.launch(a, b, None, epilogue, &out);
     Some([out, sum_over_rows(row_sums)])
 }
 
@@ -359,7 +321,7 @@ fn takes_sums<R: CubeRuntime>(sum: &mut CubeTensor<R>, shape: [usize; 2]) -> boo
 
 /// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in its place, where there is one, which has no gaps,
 /// begins at a multiple of 8 bytes, and is nobody else's. None where the device is no Hopper GPU,
-/// the product is too small, or rows lie as TMA cannot read them.
+/// the product is too small, or TMA cannot read the rows.
 fn f32_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -371,23 +333,23 @@ fn f32_product<R: CubeRuntime>(
     let reads = numbers == Numbers::SplitF32 || k.is_multiple_of(4);
     // Kernels count elements in 32 bits, also those of what is split, which are twice as many.
     let countable = m.max(n).saturating_mul(2 * k.next_multiple_of(F32_DEPTH)) < 1 << 32;
-    if !route::takes_hopper(a, DType::F32, [m, n, k]) || !reads || !countable || !n.is_multiple_of(2) {
+    if !route::takes_cuda(a, DType::F32, [m, n, k]) || !reads || !countable || !n.is_multiple_of(2) {
         return None;
     }
-    let clusters = (multiprocessors(a) / BLOCKS) as usize;
-    let depth = DEPTH * numbers.stages(k);
-    let Tiles { columns, whole_rounds } = tiles([m, n, depth], clusters, false, |columns| fits_f32(columns, numbers))?;
-    let kernel = GemmHopper::of_f32(numbers, columns);
-    if !works(a, kernel) {
-        return None;
-    }
+    let traits = Traits { out_f32: true, ..Traits::plain(numbers) };
+    let plan = match cuda::takes(a, Arch::Sm90) {
+        true => Plan::Hopper(hopper::plan(a, traits, [m, n, k])?),
+        // Elsewhere f32 units are faster than three products.
+        false if numbers == Numbers::SplitF32 && !cuda::has_fast_tf32(a) => return None,
+        false => Plan::Ampere(ampere::plan(a, traits, [m, n, k.next_multiple_of(F32_DEPTH)])?),
+    };
     let [a, b] = [a.clone(), transposed(b.clone())].map(|x| match numbers {
         Numbers::SplitF32 => split(in_runs_of_k(x)),
         _ => in_runs_of_k(x),
     });
     let epilogue = Epilogue::Sums(sum.is_some(), None);
     let out = sum.cloned().unwrap_or_else(|| empty(&a, [m, n], DType::F32));
-    kernel.launch(&a, &transposed(b), None, epilogue, whole_rounds, &out);
+    plan.launch(&a, &transposed(b), None, epilogue, &out);
     Some(out)
 }
 
@@ -399,8 +361,8 @@ fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     x
 }
 
-/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved; otherwise as [`hopper_product`].
-pub(super) fn hopper_activate<R: CubeRuntime>(
+/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved; otherwise as [`cuda_product`].
+pub(super) fn cuda_product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     bias: Option<&CubeTensor<R>>,
@@ -409,20 +371,20 @@ pub(super) fn hopper_activate<R: CubeRuntime>(
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
     let (kind, gated) = numbered(activation)?;
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
-    if Numbers::half(a.dtype).is_none() || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+    if Numbers::half(a.dtype).is_none() || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
     let slopes = saves.then(|| empty(a, [m, n], a.dtype));
     let epilogue = Epilogue::Activation(kind, gated, slopes.clone());
-    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &epilogue)?;
+    let plan = plan(a, b, bias, a.dtype, &epilogue)?;
     let out = empty(a, [m, activation.output_width(n)], a.dtype);
-    kernel.launch(a, b, bias.cloned(), epilogue, whole_rounds, &out);
+    plan.launch(a, b, bias.cloned(), epilogue, &out);
     Some((out, slopes))
 }
 
 /// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]` of a gated activation, by both halves of which the product is
-/// multiplied; otherwise as [`hopper_product`].
-pub(super) fn hopper_product_by_slopes<R: CubeRuntime>(
+/// multiplied; otherwise as [`cuda_product`].
+pub(super) fn cuda_product_by_slopes<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     slopes: &CubeTensor<R>,
@@ -431,9 +393,9 @@ pub(super) fn hopper_product_by_slopes<R: CubeRuntime>(
         return None;
     }
     let epilogue = Epilogue::Slopes(slopes.clone());
-    let (kernel, whole_rounds) = plan(a, b, None, a.dtype, &epilogue)?;
+    let plan = plan(a, b, None, a.dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], slopes.meta.shape()[1]], a.dtype);
-    kernel.launch(a, b, None, epilogue, whole_rounds, &out);
+    plan.launch(a, b, None, epilogue, &out);
     Some(out)
 }
 
@@ -448,17 +410,38 @@ fn numbered(activation: Activation) -> Option<(usize, bool)> {
     }
 }
 
-/// The kernel for a product, if there is one that works, and how many tiles each cluster computes
-/// as a whole.
+/// The kernel for a product, and how it is cut.
+enum Plan {
+    Hopper(hopper::HopperPlan),
+    Ampere(ampere::AmperePlan),
+}
+
+impl Plan {
+    fn launch<R: CubeRuntime>(
+        self,
+        a: &CubeTensor<R>,
+        b: &CubeTensor<R>,
+        bias: Option<CubeTensor<R>>,
+        epilogue: Epilogue<R>,
+        out: &CubeTensor<R>,
+    ) {
+        match self {
+            Self::Hopper(plan) => plan.launch(a, b, bias, epilogue, out),
+            Self::Ampere(plan) => plan.launch(a, b, bias, epilogue, out),
+        }
+    }
+}
+
+/// The kernel for a product, if there is one that works.
 fn plan<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     bias: Option<&CubeTensor<R>>,
     dtype: DType,
     epilogue: &Epilogue<R>,
-) -> Option<(GemmHopper, usize)> {
+) -> Option<Plan> {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
-    if a.dtype != b.dtype || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+    if a.dtype != b.dtype || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
     let out_f32 = dtype == DType::F32;
@@ -476,73 +459,17 @@ fn plan<R: CubeRuntime>(
     if row_sums && a_axis != 0 {
         return None;
     }
-    // Of what has two halves all tiles are whole.
-    let halves = gated || slopes == 2;
-    // Columns of a tile that drops have one high half.
-    let one_half = |columns: usize| n <= 1 << 17 || (1usize << 17).is_multiple_of(columns);
-    let allowed = |columns: usize| {
-        fits(columns, gated, dropout) && (!halves || n.is_multiple_of(columns)) && (!dropout || one_half(columns))
-    };
-    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, row_sums, allowed)?;
     let numbers = Numbers::half(a.dtype)?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel =
-        GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes };
-    works(a, kernel).then_some((kernel, whole_rounds))
-}
-
-impl GemmHopper {
-    fn launch<R: CubeRuntime>(
-        self,
-        a: &CubeTensor<R>,
-        b: &CubeTensor<R>,
-        bias: Option<CubeTensor<R>>,
-        epilogue: Epilogue<R>,
-        whole_rounds: usize,
-        out: &CubeTensor<R>,
-    ) {
-        let [m, mut k, mut n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
-        if self.activation == 0 {
-            n /= self.slopes.max(1);
-        }
-        if self.numbers == Numbers::SplitF32 {
-            k /= 2;
-        }
-        let clusters = multiprocessors(a) / BLOCKS;
-        let (a_axis, a_box) = if self.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
-        let (b_axis, b_box) = if self.b_major_n { (1, DEPTH / 2) } else { (0, self.columns / 2) };
-        let arguments = Arguments::default().map(a, a_axis, a_box).map(b, b_axis, b_box);
-        let bias = bias.map(contiguous);
-        let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
-        let dropout = epilogue.dropout();
-        // What else is read or written, as large as the result or as the sums of rows.
-        let (adds, other) = match epilogue {
-            Epilogue::Sums(adds, row_sums) => (adds, row_sums),
-            Epilogue::Residual(_, residual) => (residual.is_some(), residual),
-            Epilogue::Activation(.., slopes) => (false, slopes),
-            Epilogue::Slopes(slopes) => (true, Some(slopes)),
-        };
-        let arguments = match self.out_f32 {
-            true => arguments.pointer(out).pointer(other.as_ref().unwrap_or(out)),
-            false => {
-                let arguments = arguments.map(out, 1, ROWS).map(other.as_ref().unwrap_or(out), 1, ROWS);
-                arguments.pointer(bias.as_ref().unwrap_or(out))
-            }
-        };
-        let tiles = m.div_ceil(BLOCKS as usize * CONSUMERS * ROWS) * n.div_ceil(self.out_columns());
-        let [partial, ready] = match tiles > whole_rounds * clusters as usize {
-            true => cut_buffers(a, clusters as usize),
-            false => [out.clone(), out.clone()],
-        };
-        let arguments = arguments.pointer(&partial).pointer(&ready);
-        let words = [m, n, k, whole_rounds, bias_kind, adds.into()];
-        let arguments = words.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
-        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results
-        // are read and written in pairs below m and n, where n is even and
-        // `out` has no gaps and begins at a pair, the sums of rows over each stage below m, of which there are as many, and the bias is read below the columns of `b`, of which `plan` found it to have
-        // as many; each consumer of each block has a place of its own for what it leaves of a tile.
-        unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
+    let traits = Traits { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes };
+    if !cuda::takes(a, Arch::Sm90) {
+        // Chunks of 16 bytes are in the matrix or not.
+        let whole = |x: &CubeTensor<R>, axis: usize| (x.meta.shape()[axis] * x.dtype.size()).is_multiple_of(16);
+        let n = if gated { n / 2 } else { n };
+        let plan = || ampere::plan(a, traits, [m, n, k]).map(Plan::Ampere);
+        return if whole(a, a_axis) && whole(b, b_axis) { plan() } else { None };
     }
+    hopper::plan(a, traits, [m, n, k]).map(Plan::Hopper)
 }
 
 /// The axis along which TMA reads a matrix: `first` where both would do. None where neither is
@@ -556,48 +483,4 @@ fn tma_axis<R: CubeRuntime>(x: &CubeTensor<R>, first: usize) -> Option<usize> {
     };
     let begin = x.handle.offset_start.unwrap_or(0) as usize;
     [first, 1 - first].into_iter().find(along).filter(|_| aligned(begin))
-}
-
-/// What is left of tiles that are cut along K, and marks of where that is ready.
-///
-/// Kept per thread, as one stream of launches has them in turn.
-fn cut_buffers<R: CubeRuntime>(like: &CubeTensor<R>, clusters: usize) -> [CubeTensor<R>; 2] {
-    thread_local! {
-        static KEPT: RefCell<HashMap<DeviceId, Handle>> = RefCell::new(HashMap::new());
-    }
-    let places = clusters * BLOCKS as usize * CONSUMERS;
-    let elements = places * ROWS * WIDEST;
-    let handle = KEPT.with_borrow_mut(|kept| {
-        kept.entry(like.device.to_id()).or_insert_with(|| like.client.empty(elements * 4)).clone()
-    });
-    let (client, device) = (like.client.clone(), like.device.clone());
-    let partial = CubeTensor::new_contiguous(client, device, [elements].into(), handle, DType::F32);
-    [partial, cuda::marks(like, places)]
-}
-
-/// Whether the kernel runs on the device of `x`: tried on a product of one tile.
-fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
-    cuda::works(x, &kernel, "products take the portable kernels", || {
-        let matrix = |[rows, columns]: [usize; 2], transposed: bool| {
-            let mut x = empty(x, if transposed { [columns, rows] } else { [rows, columns] }, x.dtype);
-            if transposed {
-                x.meta.swap(0, 1);
-            }
-            x
-        };
-        let a = matrix([BLOCKS as usize * CONSUMERS * ROWS, DEPTH], kernel.a_major_m);
-        let b = matrix([DEPTH, kernel.columns], !kernel.b_major_n);
-        let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
-        let GemmHopper { activation, gated, .. } = kernel;
-        let rows = a.meta.shape()[0];
-        let slopes = (kernel.slopes > 0).then(|| empty(x, [rows, kernel.slopes * kernel.out_columns()], dtype));
-        let (epilogue, halves) = match slopes {
-            _ if kernel.out_f32 => (Epilogue::Sums(false, kernel.row_sums.then(|| empty(x, [1, rows], DType::F32))), 1),
-            slopes if activation > 0 => (Epilogue::Activation(activation, gated, slopes), 1),
-            Some(slopes) => (Epilogue::Slopes(slopes), kernel.slopes),
-            None => (Epilogue::Residual(None, None), 1),
-        };
-        let out = empty(x, [rows, halves * kernel.out_columns()], dtype);
-        kernel.launch(&a, &b, None, epilogue, 1, &out);
-    })
 }

@@ -1,4 +1,4 @@
-//! The gradients of norms on Hopper, in CUDA C++ (`backward.cu`).
+//! The gradients of norms in CUDA C++ (`backward.cu`), for Hopper and for Ampere and later.
 
 use std::sync::Mutex;
 
@@ -7,13 +7,13 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::cubecl::empty;
-use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, AMPERE, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried, shared_bytes};
 use crate::multiprocessors::multiprocessors;
 
 /// Warps of a block, with a row each at a time.
 const WARPS: usize = 8;
-/// Rows per warp in shared memory.
-const STAGES: usize = 3;
+/// Rows per warp in shared memory; two where three have no room.
+const STAGES: [usize; 2] = [3, 2];
 /// A lane holds sums of both weights' gradients in registers, which limits the width; with narrower
 /// rows, not every lane has a part.
 const COLUMNS: std::ops::RangeInclusive<usize> = 256..=1280;
@@ -22,7 +22,9 @@ const MOST_ROWS: usize = 1 << 30;
 
 /// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct NormBackwardHopper {
+struct NormBackward {
+    arch: Arch,
+    stages: usize,
     /// The dtype of rows in the source.
     half: &'static str,
     columns: usize,
@@ -35,7 +37,7 @@ struct NormBackwardHopper {
     gamma_f32: bool,
 }
 
-impl NormBackwardHopper {
+impl NormBackward {
     fn stage_bytes(&self) -> usize {
         (2 + usize::from(self.adds)) * self.columns * 2
     }
@@ -46,44 +48,56 @@ impl NormBackwardHopper {
     }
 }
 
-impl CudaKernel for NormBackwardHopper {
+impl CudaKernel for NormBackward {
     fn threads(&self) -> u32 {
         (32 * WARPS) as u32
     }
 
     fn entry(&self) -> &'static str {
-        "norm_backward_hopper"
+        if self.arch == Arch::Sm90 { "norm_backward_hopper" } else { "norm_backward_ampere" }
     }
 
     fn source(&self) -> String {
-        let Self { half, columns, layer, shifted, adds, gamma_f32 } = *self;
+        let Self { arch, stages, half, columns, layer, shifted, adds, gamma_f32 } = *self;
+        let family = if arch == Arch::Sm90 { HOPPER } else { AMPERE };
         let defined = [
             ("COLUMNS", columns),
             ("WARPS", WARPS),
-            ("STAGES", STAGES),
+            ("STAGES", stages),
             ("LAYER", layer.into()),
             ("SHIFTED", shifted.into()),
             ("ADDS", adds.into()),
             ("GAMMA_F32", gamma_f32.into()),
         ];
         let defined = cuda::defines(defined);
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("sm90/backward.cu"))
+        format!("#define HALF \"{half}\"\n{defined}{family}{}", include_str!("backward.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
         // Rows, gamma, and a barrier for each row.
-        WARPS * STAGES * (self.stage_bytes() + 8) + self.columns * 4
+        WARPS * self.stages * (self.stage_bytes() + 8) + self.columns * 4
     }
 
     fn tried() -> &'static Tried<Self> {
-        static TRIED: Tried<NormBackwardHopper> = Mutex::new(None);
+        static TRIED: Tried<NormBackward> = Mutex::new(None);
         &TRIED
     }
 }
 
 /// The kernels of GPT-2 and of an RMS norm, in bf16: their names and sources.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
-    let kernel = |columns, layer, adds| NormBackwardHopper {
+    sources(Arch::Sm90, HOPPER_SHARED_BYTES)
+}
+
+/// The same for Ampere and later, where a block has so many bytes of shared memory.
+pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
+    sources(Arch::Sm80, most_bytes).take(if all { usize::MAX } else { 1 })
+}
+
+fn sources(arch: Arch, most_bytes: usize) -> impl Iterator<Item = (String, String)> {
+    let kernel = move |columns, layer, adds| NormBackward {
+        arch,
+        stages: STAGES[0],
         half: "bf16",
         columns,
         layer,
@@ -92,7 +106,8 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
         gamma_f32: true,
     };
     let kernels = [(768, true, true), (768, true, false), (*COLUMNS.end(), true, true), (1024, false, true)];
-    kernels.into_iter().map(move |(columns, layer, adds)| cuda::named(kernel(columns, layer, adds)))
+    let fitting = move |(columns, layer, adds)| kernel(columns, layer, adds).fitting(most_bytes);
+    kernels.into_iter().filter_map(fitting).map(cuda::named)
 }
 
 /// The operands of a norm's backward pass: `x`, `grad` and `residual` `[rows, columns]` of one
@@ -110,18 +125,18 @@ pub(super) struct NormedRows<'a, R: CubeRuntime> {
 }
 
 /// The gradient of `x`, and partial gradients of the weights, `[blocks, columns]` or `[blocks, 2
-/// columns]`, f32, to be summed. None if the device is not Hopper, [no
-/// kernel](NormBackwardHopper::for_rows) supports the operands or it does not run, or there are too
+/// columns]`, f32, to be summed. None if the device has no family of kernels, [no
+/// kernel](NormBackward::for_rows) supports the operands or it does not run, or there are too
 /// few rows to fill the warps.
 pub(super) fn norm_backward<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<(CubeTensor<R>, CubeTensor<R>)> {
     let (x, _) = rows.x;
-    let kernel = NormBackwardHopper::for_rows(rows)?;
+    let kernel = NormBackward::for_rows(rows)?;
     let blocks = multiprocessors(x) as usize;
-    let worth = x.meta.shape()[0] >= blocks * WARPS && cuda::takes(x, Arch::Sm90);
+    let worth = x.meta.shape()[0] >= blocks * WARPS;
     (worth && works(x, kernel)).then(|| kernel.launch(rows, blocks))
 }
 
-impl NormBackwardHopper {
+impl NormBackward {
     /// The kernel for these operands: 16-bit rows of whole 16-byte vectors, not too narrow or wide,
     /// and gamma in f32 or their dtype.
     fn for_rows<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<Self> {
@@ -147,7 +162,19 @@ impl NormBackwardHopper {
             && gamma.meta.num_elements() == columns
             && gamma.is_contiguous();
         let (layer, adds) = (mean.is_some(), residual.is_some());
-        fits.then_some(Self { half, columns, layer, shifted, adds, gamma_f32 })
+        let arch = cuda::family(x)?;
+        let kernel = Self { arch, stages: STAGES[0], half, columns, layer, shifted, adds, gamma_f32 };
+        if fits { kernel.fitting(shared_bytes(x)) } else { None }
+    }
+
+    /// With as many stages as so many bytes of shared memory have room for.
+    fn fitting(self, most_bytes: usize) -> Option<Self> {
+        let kernels = STAGES.into_iter().map(|stages| Self { stages, ..self });
+        let sums = WARPS * self.parts() * self.columns * 4;
+        // In the end sums take the place of rows.
+        let fits =
+            |kernel: &Self| kernel.shared_bytes() <= most_bytes && sums <= WARPS * kernel.stages * kernel.stage_bytes();
+        kernels.into_iter().find(fits)
     }
 
     fn launch<R: CubeRuntime>(self, rows: &NormedRows<R>, blocks: usize) -> (CubeTensor<R>, CubeTensor<R>) {
@@ -170,7 +197,7 @@ impl NormBackwardHopper {
 }
 
 /// Whether the kernel runs on the device of `x`: it is tried on a row for each warp of a block.
-fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: NormBackwardHopper) -> bool {
+fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: NormBackward) -> bool {
     cuda::works(x, &kernel, "gradients of norms take the portable kernel", || {
         let columns = kernel.columns;
         let matrix = empty(x, [WARPS, columns], x.dtype);
@@ -192,18 +219,25 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: NormBackwardHopper) -> bool 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::HOPPER_SHARED_BYTES;
-
     #[test]
     fn rows_and_sums_fit_into_shared_memory() {
         for columns in COLUMNS.step_by(8) {
             for shifted in [false, true] {
                 for adds in [false, true] {
-                    let kernel =
-                        NormBackwardHopper { half: "bf16", columns, layer: true, shifted, adds, gamma_f32: true };
-                    assert!(kernel.shared_bytes() <= HOPPER_SHARED_BYTES, "{kernel:?}: {}", kernel.shared_bytes());
-                    let sums = WARPS * kernel.parts() * columns * 4;
-                    assert!(sums <= WARPS * STAGES * kernel.stage_bytes(), "{kernel:?}: {sums} bytes of sums");
+                    let kernel = NormBackward {
+                        arch: Arch::Sm90,
+                        stages: STAGES[0],
+                        half: "bf16",
+                        columns,
+                        layer: true,
+                        shifted,
+                        adds,
+                        gamma_f32: true,
+                    };
+                    assert_eq!(kernel.fitting(HOPPER_SHARED_BYTES), Some(kernel), "{}", kernel.shared_bytes());
+                    // A100's, and those of an RTX 4090.
+                    assert!(kernel.fitting(163 << 10).is_some(), "{kernel:?}");
+                    assert!(columns > 768 || kernel.fitting(99 << 10).is_some(), "{kernel:?}");
                 }
             }
         }

@@ -37,6 +37,7 @@ struct Shared {
 
     __device__ u32 stage(int warp, int stage) const { return base + (warp * STAGES + stage) * STAGE_BYTES; }
     __device__ u32 gamma() const { return stage(WARPS, 0); }
+    // With TMA.
     __device__ u32 full(int warp, int stage) const { return gamma() + COLUMNS * 4 + (warp * STAGES + stage) * 8; }
     // Overwrites the stages.
     __device__ u32 sums(int warp, int kind) const { return base + (warp * KINDS + kind) * COLUMNS * 4; }
@@ -73,12 +74,13 @@ __device__ __forceinline__ void each_vector(F of) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    norm_backward_hopper(const unsigned short* x, const unsigned short* grad, const unsigned short* residual, const float* mean,
+    KERNEL_OF(norm_backward)(const unsigned short* x, const unsigned short* grad, const unsigned short* residual, const float* mean,
                          const float* inverse, const Gamma* gamma, unsigned short* d_x, float* partial,
                          const __grid_constant__ Info info) {
     Shared shared{shared_base()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int rows = static_cast<int>(info.rows), row = blockIdx.x * WARPS + warp, step = gridDim.x * WARPS;
+#if HAS_TMA
     auto bring = [&](int row, int stage) {
         if (lane == 0 && row < rows) {
             u32 full = shared.full(warp, stage), place = shared.stage(warp, stage);
@@ -96,6 +98,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         barrier_init_fence();
     }
+    Ring<STAGES> at;
+    auto await = [&] {
+        barrier_wait(shared.full(warp, at.stage), at.parity);
+        return shared.stage(warp, at.stage);
+    };
+#else
+    // A row is a group of each lane's copies, whether or not there is one.
+    auto bring = [&](int row, int stage) {
+        if (row < rows) {
+            each_vector([&](int, int v) {
+                u32 place = shared.stage(warp, stage) + v * 16;
+                copy_async(place, x + row * info.x_stride + v * 8);
+                copy_async(place + MATRIX_BYTES, grad + row * info.grad_stride + v * 8);
+                if (ADDS) {
+                    copy_async(place + 2 * MATRIX_BYTES, residual + row * info.residual_stride + v * 8);
+                }
+            });
+        }
+        copies_commit();
+    };
+    struct {
+        int stage = 0;
+
+        __device__ __forceinline__ void advance() { stage = stage + 1 == STAGES ? 0 : stage + 1; }
+    } at;
+    auto await = [&] {
+        copies_wait<STAGES - 1>();
+        __syncwarp();
+        return shared.stage(warp, at.stage);
+    };
+#endif
     for (int stage = 0; stage < STAGES; stage++) {
         bring(row + stage * step, stage);
     }
@@ -109,12 +142,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         centre = LAYER ? mean[row] : 0.0f;
     }
     __syncthreads();
-    Ring<STAGES> at;
     for (; row < rows; row += step) {
         int next = min(row + step, rows - 1);
         float next_scale = inverse[next], next_centre = LAYER ? mean[next] : 0.0f;
-        barrier_wait(shared.full(warp, at.stage), at.parity);
-        u32 place = shared.stage(warp, at.stage);
+        u32 place = await();
         float scaled_normed = 0.0f, scaled_alone = 0.0f, shift = -centre * scale;
         each_vector([&](int, int v) {
             float xs[8], grads[8], gammas[8];
@@ -154,6 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         at.advance();
         scale = next_scale, centre = next_centre;
     }
+#if !HAS_TMA
+    copies_wait<0>();
+#endif
     // All warps must be done with their rows, which the sums overwrite.
     __syncthreads();
     each_vector([&](int i, int v) {

@@ -13,7 +13,7 @@ __device__ __forceinline__ int first_seen(int start, int token, int window) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    attention_documents_hopper(const int* starts, DocumentTile* rows, const __grid_constant__ Sizes sizes) {
+    attention_documents(const int* starts, DocumentTile* rows, const __grid_constant__ Sizes sizes) {
     int tokens = sizes.tokens, window = sizes.window, tiles = (tokens + 63) / 64;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     starts += static_cast<u64>(blockIdx.x) * tokens;
