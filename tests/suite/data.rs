@@ -35,7 +35,14 @@ fn small() -> Vec<&'static str> {
 fn train(cache: &Path, args: &[&str]) -> Command {
     let mut command = program();
     command.args(["train", "shakespeare-char-cpu", "--backend", crate::backend().as_str(), "--json"]);
-    command.args(small()).args(args).env("XDG_CACHE_HOME", cache);
+    // A model to begin from has its own shape.
+    let shape = ["d_model=", "n_layers=", "n_heads=", "context_length="];
+    let is_shape = |pair: &[&str]| shape.iter().any(|key| pair[1].starts_with(key));
+    let settings = small();
+    for pair in settings.chunks(2).filter(|pair| !args.contains(&"--init") || !is_shape(pair)) {
+        command.args(pair);
+    }
+    command.args(args).env("XDG_CACHE_HOME", cache);
     command
 }
 
