@@ -29,7 +29,7 @@ fn python_imports_the_module() {
     std::fs::copy(module(), package.join("_native.abi3.so")).expect("a copy");
     let code = "import fireclay; print([b.name for b in fireclay.devices() if b.built_in and not b.missing])";
     let ran = Command::new("python3").args(["-c", code]).env("PYTHONPATH", &folder).output().expect("Python runs");
-    std::fs::remove_dir_all(&folder).expect("the folder is there");
+    std::fs::remove_dir_all(&folder).expect("the folder exists");
     let said = String::from_utf8_lossy(&ran.stdout);
     assert!(said.contains("cpu"), "{said} {}", String::from_utf8_lossy(&ran.stderr));
 }

@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn vocabularies_go_into_a_file_as_they_came_out_of_one() {
-        let texts = ["It's a kiln, 1250 °C.\n\n  ÉCOLE", "<think>a</s>  b", "<|im_start|>x", "세계 ½ naïve café"];
+        let samples = ["It's a kiln, 1250 °C.\n\n  ÉCOLE", "<think>a</s>  b", "<|im_start|>x", "세계 ½ naïve café"];
         let files = std::fs::read_dir(golden("")).expect("golden files");
         let mut seen = 0;
         for path in files.map(|entry| entry.expect("a file").path()) {
@@ -187,7 +187,7 @@ mod tests {
             }
             let (again, assumed) = Tokenizer::of_vocabulary(&own).expect("a tokenizer");
             assert_eq!(assumed, None);
-            for text in texts {
+            for text in samples {
                 let ids = |tokenizer: &Tokenizer| tokenizer.encode_prompt(text).expect("any text");
                 assert_eq!(ids(&again), ids(&tokenizer), "{}: {text:?}", path.display());
             }

@@ -10,7 +10,7 @@ import {createRequire} from "node:module";
 import {readFileSync, writeFileSync} from "node:fs";
 import {pathToFileURL} from "node:url";
 
-// The package is where this is run, and not beside this file.
+// The package is where this is run, and not next to this file.
 const entry = createRequire(process.cwd() + "/").resolve("node-llama-cpp");
 const {getLlama} = await import(pathToFileURL(entry));
 const [path, request, out] = process.argv.slice(2);

@@ -133,7 +133,7 @@ fn what_generation_begins_from_is_what_training_has_before_an_answer() {
         serde_json::from_str(&std::fs::read_to_string(golden("templates.json")).expect("templates")).expect("JSON");
     let messages =
         turns(&[("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-    // Without the system message, once the answer is there.
+    // Without the system message, once there is an answer.
     let mistral = families["families"]["mistral"].as_str().expect("a template");
     let all = examples(mistral, &[json!({ "messages": messages })]).expect("examples");
     let last = tokenizer().decode_with_control(&all.last().expect("an example").tokens).expect("decodes");

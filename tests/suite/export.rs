@@ -207,7 +207,7 @@ fn an_exported_model_writes_and_chats_as_its_folder_does() {
     let done: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON line");
     assert_eq!((&done["event"], &done["bits_a_weight"]), (&"done".into(), &32.0.into()));
     assert_eq!(done["bytes"], fs::metadata(&out).expect("a file").len());
-    assert_eq!(fs::read_dir(scratch.path()).expect("a folder").count(), 2, "and nothing beside it");
+    assert_eq!(fs::read_dir(scratch.path()).expect("a folder").count(), 2, "and nothing else");
 
     let metadata = ModelFolder::new(&out).gguf_metadata().expect("a file").expect("a GGUF file");
     assert_eq!(metadata.string("general.name").expect("a text"), Some("model"));

@@ -180,7 +180,7 @@ impl<'a> Masker<'a> {
         if complete.starts_with(prompt) {
             return Ok((complete, prompt.len()));
         }
-        // Mistral's templates leave the system message out once an answer is there. Generation has it, so training does, too.
+        // Mistral's templates leave the system message out once there has been an answer. Generation has it, so training does, too.
         if let Some(answer) = behind_last(&complete, prompt) {
             return Ok((format!("{prompt}{answer}"), prompt.len()));
         }
@@ -188,7 +188,7 @@ impl<'a> Masker<'a> {
         let shared = shared_prefix(prompt, &complete);
         if shared < self.template.render_complete(before)?.len() {
             return Err(Failure::new(format!(
-                "the chat template renders the messages before turn {} differently once the turn is there, so that what the \
+                "the chat template renders the messages before turn {} differently once the turn exists, so that what the \
                  assistant writes cannot be told: mark it with {{% generation %}} in the template",
                 turn + 1
             )));
@@ -254,7 +254,7 @@ fn behind_last<'a>(complete: &'a str, prompt: &str) -> Option<&'a str> {
     complete.rfind(end).map(|at| &complete[at + end.len()..])
 }
 
-/// Bytes that both texts begin with.
+/// Bytes that both strings begin with.
 fn shared_prefix(one: &str, other: &str) -> usize {
     one.char_indices()
         .zip(other.chars())

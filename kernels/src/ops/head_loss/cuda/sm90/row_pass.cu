@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u64 row = blockIdx.x; row < info.rows; row += gridDim.x) {
         TARGET target = targets[info.first + row];
         bool counts = target >= 0 && target < VOCABULARY;
-        // The target's index in this warp's part, if it is there, and whether this lane has it.
+        // The target's index in this warp's part, if it has it, and whether this lane has it.
         int target_at = counts ? static_cast<int>(target) - begin * 8 : -1;
         bool has_target = target_at >= 0 && target_at < count * 8 && target_at / 8 % 32 == lane;
         barrier_wait(shared.full(at.stage, warp), at.parity);
