@@ -117,7 +117,7 @@ pub(crate) fn _profile(
                     found.run(ProfileGeneration { model, prompts, generation, precision, cache, options })
                 }
                 Work::Predict(model, utterances) => {
-                    found.run(ProfilePrediction { model: fetched(&model)?, utterances: utterances, precision, options })
+                    found.run(ProfilePrediction { model: fetched(&model)?, utterances, precision, options })
                 }
             }
         };

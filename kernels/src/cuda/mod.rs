@@ -11,7 +11,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt::Debug;
-use std::hash::Hash;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::cubecl::cuda::{CudaDevice, CudaRuntime};
@@ -68,11 +68,19 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
     fn tried() -> &'static Tried<Self>;
 }
 
+/// Length from which a kernel's name is cut: with a folder and an extension it names a file.
+const MOST_NAME: usize = 160;
+
 /// The name with compile-time values, `gemm_hopper-half-bf16-columns-128-..`, and the source.
 pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     let debug = format!("{kernel:?}");
     let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
-    let name = [kernel.entry()].into_iter().chain(values.skip(1)).collect::<Vec<_>>().join("-");
+    let mut name = [kernel.entry()].into_iter().chain(values.skip(1)).collect::<Vec<_>>().join("-");
+    if name.len() > MOST_NAME {
+        let mut hasher = DefaultHasher::new();
+        name.hash(&mut hasher);
+        name = format!("{}-{:016x}", &name[..MOST_NAME], hasher.finish());
+    }
     (name, source(&kernel))
 }
 

@@ -42,7 +42,7 @@ backend_test!(qkv_rotary_matches_the_reference::<B>(device) {
         let heads = PackedHeads { n_heads, n_kv_heads, head_dim };
         let name = format!("qkv_rotary {batch_size}x{seq_length}, {heads:?}, {half} pairs");
         let qkv = random::<B, 3>(1, [batch_size, seq_length, heads.width()], &device);
-        let frequencies: Vec<f64> = (0..half).map(|i| 0.7f64.powi(i as i32)).collect();
+        let frequencies: Vec<f64> = (0..half).map(|i| 0.7f64.powi(i)).collect();
         let table = RotaryTable::<Autodiff<B>>::new(90, &frequencies, 1.1, &device);
         let positions: Vec<i32> = (0..seq_length).map(|at| (at * 7 % 90) as i32).collect();
         let positions = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(positions, [1, seq_length]), &device);
