@@ -41,8 +41,8 @@ pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// The report page.
 pub(crate) const REPORT: &str = "report.html";
 const LOCK: &str = "run.lock";
-/// What a model folder holds; settings of the tokenizer only for chats, the last two only where sequences have an end token, or
-/// utterances labels.
+/// What a model folder holds; settings of the tokenizer only for chats, the last two only where
+/// sequences have an end token, or utterances labels.
 const MODEL_FILES: [&str; 8] =
     [CONFIG, TOKENIZER, TOKENIZER_SETTINGS, WEIGHTS, ADAPTER, ADAPTER_WEIGHTS, GENERATION, LABELS];
 

@@ -79,8 +79,8 @@ pub struct TransformerConfig {
     /// Whether embeddings are normalized although blocks begin with norms (ModernBERT).
     #[serde(default)]
     pub embedding_norm: bool,
-    /// Whether the first block normalizes what its attention reads (not ModernBERT's, after a norm of
-    /// embeddings).
+    /// Whether the first block normalizes what its attention reads (not ModernBERT's, after a norm
+    /// of embeddings).
     #[serde(default = "yes")]
     pub first_norm: bool,
     /// Before or after the sub-layers.
@@ -101,7 +101,8 @@ pub struct TransformerConfig {
     pub token_types: usize,
     /// Causal or bidirectional.
     pub attention: AttentionDirection,
-    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either side.
+    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either
+    /// side.
     pub sliding_window: Option<usize>,
     /// A window per layer instead of `sliding_window`, 0 for none; empty if all layers are alike.
     #[serde(default)]
@@ -434,8 +435,8 @@ impl TransformerConfig {
         }
     }
 
-    /// The distinct rotary positions of the layers, of which [`LayerConfig`](crate::LayerConfig) has
-    /// the index.
+    /// The distinct rotary positions of the layers, of which [`LayerConfig`](crate::LayerConfig)
+    /// has the index.
     pub(crate) fn rotary_positions(&self) -> impl Iterator<Item = &Positions> {
         let rotary = std::iter::once(&self.positions).chain(&self.window_positions);
         rotary.filter(|positions| matches!(positions, Positions::Rotary { .. }))

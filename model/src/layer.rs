@@ -28,7 +28,8 @@ pub struct LayerConfig {
     pub attention_norm: bool,
     /// Before or after the sub-layers.
     pub norm_placement: NormPlacement,
-    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either side.
+    /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either
+    /// side.
     pub window: Option<usize>,
     /// Index of its rotary positions among those of the model; `None` for no rotation.
     pub rotary: Option<usize>,

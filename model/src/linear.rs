@@ -33,8 +33,8 @@ pub struct Adapter<B: Backend> {
     pub b: Matrix<B>,
     /// Scale of the adapter.
     pub scale: f64,
-    /// Where `b` is blocks, one for each module that the weight holds, 1 within and 0 outside them, `[d_output, rank]`:
-    /// outside them `b` is zero and stays so.
+    /// Where `b` is blocks, one for each module that the weight holds, 1 within and 0 outside them,
+    /// `[d_output, rank]`: outside them `b` is zero and stays so.
     pub blocks: Option<Tensor<B, 2>>,
     /// Probability that an element of `x` is zero, in training.
     pub dropout_probability: f64,
@@ -56,8 +56,8 @@ pub struct Magnitude<B: Backend> {
     pub parameter: Param<Tensor<B, 1>>,
     /// The squared length of each row of the base weight, f32 `[d_output]`.
     pub base_squares: Tensor<B, 1>,
-    /// Where the weight has rows without an adapter: 1 for those with one, and 0 for the others, which keep their
-    /// lengths, `[d_output]`.
+    /// Where the weight has rows without an adapter: 1 for those with one, and 0 for the others,
+    /// which keep their lengths, `[d_output]`.
     pub rows: Option<Tensor<B, 1>>,
 }
 

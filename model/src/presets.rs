@@ -140,8 +140,8 @@ impl TransformerConfig {
         .with_windows(|layer| if layer % 2 == 0 { sliding_window } else { 0 })
     }
 
-    /// Gemma 3's shape (Gemma Team, 2025), text only: norms of queries and keys instead of soft-capping,
-    /// and a window with its own rotary base in five of six layers.
+    /// Gemma 3's shape (Gemma Team, 2025), text only: norms of queries and keys instead of
+    /// soft-capping, and a window with its own rotary base in five of six layers.
     pub fn gemma3(
         vocab_size: usize,
         context_length: usize,
@@ -198,8 +198,9 @@ impl TransformerConfig {
         }
     }
 
-    /// ModernBERT's encoder (Warner et al., 2024): rotary positions, a gated feed-forward layer, norms
-    /// without shift, and two of three layers that see `local_attention / 2` tokens on either side.
+    /// ModernBERT's encoder (Warner et al., 2024): rotary positions, a gated feed-forward layer,
+    /// norms without shift, and two of three layers that see `local_attention / 2` tokens on either
+    /// side.
     pub fn modernbert(
         vocab_size: usize,
         context_length: usize,

@@ -267,12 +267,14 @@ impl<B: Backend> Transformer<B> {
         self.all_matrices_mut().filter(|(path, _)| !path.contains(".adapter."))
     }
 
-    /// The format of each matrix that may be quantized, by its path; of several the first, and none where it is floats.
+    /// The format of each matrix that may be quantized, by its path; of several the first, and none
+    /// where it is floats.
     pub fn formats(&mut self) -> Vec<(String, Option<Format>)> {
         self.matrices_mut().map(|(path, matrix)| (path, matrix.weight().format())).collect()
     }
 
-    /// Bytes of the matrices whose paths `counted` accepts, as they are stored, with copies in other dtypes.
+    /// Bytes of the matrices whose paths `counted` accepts, as they are stored, with copies in
+    /// other dtypes.
     pub fn matrix_bytes(&mut self, counted: impl Fn(&str) -> bool) -> u64 {
         self.all_matrices_mut().filter(|(path, _)| counted(path)).map(|(_, matrix)| matrix.bytes()).sum()
     }
@@ -308,8 +310,8 @@ impl<B: Backend> Transformer<B> {
         self.all_matrices_mut().filter(|(_, matrix)| matrix.is_quantized()).map(|(path, _)| path).collect()
     }
 
-    /// Every parameter by its path, such as `blocks.0.attention.qkv`, as it is stored: `[d_output, d_input]` for
-    /// matrices. Quantized matrices are left out.
+    /// Every parameter by its path, such as `blocks.0.attention.qkv`, as it is stored: `[d_output,
+    /// d_input]` for matrices. Quantized matrices are left out.
     pub fn parameters(&self) -> Vec<(String, DeviceTensor)> {
         let quantized = self.clone().quantized();
         shaped_parameters(self).into_iter().filter(|(path, _)| !quantized.contains(path)).collect()
@@ -355,8 +357,8 @@ impl<B: Backend> Transformer<B> {
         self.set_dropout_from(key, 0);
     }
 
-    /// The same for a part of a batch, before which there are `tokens_before` tokens, padding included: it drops what
-    /// the whole batch drops there.
+    /// The same for a part of a batch, before which there are `tokens_before` tokens, padding
+    /// included: it drops what the whole batch drops there.
     pub fn set_dropout_from(&mut self, key: Option<RandomKey>, tokens_before: usize) {
         (self.dropout_key, self.tokens_before) = (key, tokens_before);
         for (number, (_, linear)) in linears_of(&mut self.blocks).enumerate() {
@@ -712,8 +714,8 @@ impl<B: Backend> Transformer<B> {
         tables.map(|(cos, sin)| RotaryTable { cos, sin }).collect()
     }
 
-    /// The first and the last key of each token, `[batch_size, seq_length, 2]`: nearer than `window`, and
-    /// within the row's length.
+    /// The first and the last key of each token, `[batch_size, seq_length, 2]`: nearer than
+    /// `window`, and within the row's length.
     fn nearby(
         &self,
         window: usize,
@@ -856,8 +858,8 @@ impl<B: Backend> Transformer<B> {
         head_loss(self.before_head(hidden), self.head_weight(), targets, options)
     }
 
-    /// The log-probability of each target `[batch_size, seq_length]`, f32 `[batch_size * seq_length]` in nats, from the
-    /// hidden states; 0 for ignored ones: see [`head_log_probs`].
+    /// The log-probability of each target `[batch_size, seq_length]`, f32 `[batch_size *
+    /// seq_length]` in nats, from the hidden states; 0 for ignored ones: see [`head_log_probs`].
     pub fn log_probs(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>) -> Tensor<B, 1> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
         if self.config.logit_softcap.is_none() {

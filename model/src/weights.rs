@@ -49,8 +49,9 @@ pub enum MatrixDtype {
     /// Quantized: projections, the head and the embedding table, where the format stores rows of
     /// their length. Other matrices are f32.
     Quantized(Format),
-    /// As they are stored: blocks of GGUF files as blocks, codes of quantized checkpoints with their scales, and floats of 16 bits as such, in their own dtype where the
-    /// device has it. What is stored as other floats, and matrices with a part that is, are f32.
+    /// As they are stored: blocks of GGUF files as blocks, codes of quantized checkpoints with
+    /// their scales, and floats of 16 bits as such, in their own dtype where the device has it.
+    /// What is stored as other floats, and matrices with a part that is, are f32.
     Stored,
 }
 
@@ -118,7 +119,8 @@ impl ModelFolder {
             let grown = adapter.vocab_size(family).filter(|size| *size != config.vocab_size);
             config.vocab_size = grown.unwrap_or(config.vocab_size);
             let update = |name: Option<&str>| name.and_then(|name| adapter.update(name));
-            // A tied table is changed for both uses if new tokens come with it, or if both have the same values.
+            // A tied table is changed for both uses if new tokens come with it, or if both have the
+            // same values.
             config.tied_embeddings &= match (update(family.embedding_name()), update(family.head_name())) {
                 (Some(table), Some(head)) => table == head,
                 (None, None) => true,
@@ -155,7 +157,8 @@ impl ModelFolder {
         Ok(self.gguf()?.map(|gguf| gguf.metadata))
     }
 
-    /// How the model's matrices are stored, as messages call it, and the bytes that each way takes, the most first.
+    /// How the model's matrices are stored, as messages call it, and the bytes that each way takes,
+    /// the most first.
     ///
     /// # Errors
     /// If a file is missing, truncated or damaged.
@@ -254,8 +257,8 @@ impl ModelFolder {
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for
-    /// utterances and in its dropout, its matrices as `dtype`. Without `heads`, those for utterances
-    /// are drawn from `seed`.
+    /// utterances and in its dropout, its matrices as `dtype`. Without `heads`, those for
+    /// utterances are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -628,7 +631,8 @@ impl<B: Backend> Reader<'_, B> {
         Ok(weight.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
     }
 
-    /// The parts of a matrix as they are stored, those of one format together. None where one of them is in no format.
+    /// The parts of a matrix as they are stored, those of one format together. None where one of
+    /// them is in no format.
     fn read_stored(
         &mut self,
         parts: &[Part],
@@ -661,8 +665,9 @@ impl<B: Backend> Reader<'_, B> {
         Ok(Some(weights))
     }
 
-    /// The parts of a matrix of which some are quantized: with their codes and scales where a format has these, and as f16
-    /// otherwise, to which the packages that make them dequantize them, too.
+    /// The parts of a matrix of which some are quantized: with their codes and scales where a
+    /// format has these, and as f16 otherwise, to which the packages that make them dequantize
+    /// them, too.
     fn read_packed(
         &mut self,
         parts: &[Part],

@@ -26,7 +26,8 @@ pub(super) struct MergeArgs {
     /// Output folder for the merged model, a plain model folder
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Held-out text: reports what merging costs, as the divergence of the merged model's predictions in several precisions
+    /// Held-out text: reports what merging costs, as the divergence of the merged model's
+    /// predictions in several precisions
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one

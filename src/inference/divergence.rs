@@ -1,5 +1,5 @@
-//! What merging an adapter costs: how far the predictions of the merged model are from those of the model with the adapter
-//! next to its weights.
+//! What merging an adapter costs: how far the predictions of the merged model are from those of the
+//! model with the adapter next to its weights.
 
 use std::path::PathBuf;
 
@@ -38,7 +38,8 @@ pub struct MergeCostRun {
 }
 
 impl OnBackend for MergeCostRun {
-    /// For each precision the mean Kullback-Leibler divergence of the merged model from the adapted one, in nats per token.
+    /// For each precision the mean Kullback-Leibler divergence of the merged model from the adapted
+    /// one, in nats per token.
     type Output = Vec<(Precision, f64)>;
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Self::Output, Failure> {
@@ -68,7 +69,8 @@ fn unmerged<B: Backend>(source: &ModelSource, device: &B::Device) -> Result<Tran
     model.map_err(|reason| Failure::new(format!("{}: {reason}", adapter.display())))
 }
 
-/// The mean Kullback-Leibler divergence of `model` from `reference` over some tokens, in nats per token.
+/// The mean Kullback-Leibler divergence of `model` from `reference` over some tokens, in nats per
+/// token.
 fn divergence<B: Backend>(
     reference: &Transformer<B>,
     model: &Transformer<B>,

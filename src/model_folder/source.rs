@@ -54,7 +54,8 @@ impl ModelSource {
         self.adapter.as_deref()
     }
 
-    /// The folder with tokenizer, chat template and end tokens: the adapter's, if it has its own, since training may have added tokens.
+    /// The folder with tokenizer, chat template and end tokens: the adapter's, if it has its own,
+    /// since training may have added tokens.
     pub fn text(&self) -> &Path {
         let own = self.adapter.as_deref().filter(|adapter| adapter.join(TOKENIZER).is_file());
         own.unwrap_or(&self.weights)

@@ -1,4 +1,5 @@
-//! Settings that would change nothing: they are refused by name, since whoever sets one expects an effect.
+//! Settings that would change nothing: they are refused by name, since whoever sets one expects an
+//! effect.
 
 use super::schedule::ScheduleKind;
 use super::schema::Recipe;

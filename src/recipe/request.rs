@@ -11,7 +11,8 @@ use super::task::TaskName;
 use crate::failure::Failure;
 use crate::precision::Precision;
 
-/// If the initial model is an adapter's folder, begins from that adapter on the model that it is for.
+/// If the initial model is an adapter's folder, begins from that adapter on the model that it is
+/// for.
 fn begin_from_adapter(recipe: &mut Recipe) -> Result<(), Failure> {
     let Some(adapter) = recipe.init.as_ref().filter(|init| LoraFiles::are_alone_in(init)) else { return Ok(()) };
     let Some(base) = LoraFiles::read_config(adapter)?.base else {

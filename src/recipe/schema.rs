@@ -86,10 +86,11 @@ pub struct DataRecipe {
     pub holdout_by: HoldoutBy,
     /// Whether attention is limited to a token's own document, where a row has several.
     pub documents_apart: bool,
-    /// For conversations and preference pairs, whether a row has several, none of which sees another; else each has a
-    /// separate row.
+    /// For conversations and preference pairs, whether a row has several, none of which sees
+    /// another; else each has a separate row.
     pub packing: bool,
-    /// For conversations and preference pairs, the file of a chat template; empty for the model's own.
+    /// For conversations and preference pairs, the file of a chat template; empty for the model's
+    /// own.
     pub chat_template: String,
     /// Whether an initialized model takes the recipe's tokenizer, with new embedding rows for
     /// unknown tokens.

@@ -108,8 +108,8 @@ impl Batch {
     }
 
     /// This part's contribution to the mean loss of a batch with targets `whole`, from the hidden
-    /// states of `forward`: `[1]`, in nats. With it, for preference pairs, that to the mean rewards, which have no
-    /// gradient.
+    /// states of `forward`: `[1]`, in nats. With it, for preference pairs, that to the mean
+    /// rewards, which have no gradient.
     ///
     /// # Panics
     /// If there are preference pairs, and no reference.

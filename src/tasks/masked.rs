@@ -15,8 +15,8 @@ use crate::recipe::schema::{Recipe, TrainingRecipe};
 
 /// The names of the token that hides another, as tokenizers spell it.
 const MASKS: [&str; 2] = ["[MASK]", "<mask>"];
-/// Of the predicted tokens, the share that the mask replaces, and the share that another token does;
-/// the rest stays as it is.
+/// Of the predicted tokens, the share that the mask replaces, and the share that another token
+/// does; the rest stays as it is.
 const HIDDEN: f64 = 0.8;
 const EXCHANGED: f64 = 0.1;
 /// The seed of the masks in validation, where they are always the same.
@@ -29,7 +29,8 @@ pub struct Masked {
 }
 
 impl Masked {
-    /// As [`Language::begin`]. A tokenizer without a mask gets one, unless a model knows it already.
+    /// As [`Language::begin`]. A tokenizer without a mask gets one, unless a model knows it
+    /// already.
     pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
         if recipe.data.documents_apart {
             return Err(Failure::usage(
@@ -92,8 +93,8 @@ impl Masked {
         Ok(TokenBatch::new(inputs, targets, width)?)
     }
 
-    /// Mean loss of the hidden tokens among about `tokens` held-out ones, in nats per token; the ranks
-    /// take the batches in turn.
+    /// Mean loss of the hidden tokens among about `tokens` held-out ones, in nats per token; the
+    /// ranks take the batches in turn.
     pub(crate) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,

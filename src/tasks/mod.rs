@@ -203,7 +203,8 @@ impl Task {
         matches!(self, Self::IntentSlot(_))
     }
 
-    /// Whether its validations count answers: then the model is validated before the first step, too.
+    /// Whether its validations count answers: then the model is validated before the first step,
+    /// too.
     pub(crate) fn has_answers(&self) -> bool {
         matches!(self, Self::Chat(_))
     }
@@ -218,7 +219,8 @@ impl Task {
         matches!(self, Self::Preference(_))
     }
 
-    /// The first example of conversations or preference pairs, with what is supervised in colour or in double brackets.
+    /// The first example of conversations or preference pairs, with what is supervised in colour or
+    /// in double brackets.
     pub(crate) fn preview(&self, colour: bool) -> Option<Result<String, Failure>> {
         match self {
             Self::Chat(chat) => Some(chat.preview(colour)),
@@ -242,7 +244,8 @@ impl Task {
         }
     }
 
-    /// A checksum of what makes tokens and labels of the data: ranks that do not have the same one train different models.
+    /// A checksum of what makes tokens and labels of the data: ranks that do not have the same one
+    /// train different models.
     ///
     /// # Errors
     /// If a tokenizer cannot be written.

@@ -18,8 +18,8 @@ use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
 use crate::recipe::{AdapterKind, BaseKind, EMBEDDED, LoraRecipe, ModelSizes, Recipe, TaskName};
 
-/// A model to train, and the one that preferences are measured against, where the task needs it: the model as the run
-/// begins, which is not trained.
+/// A model to train, and the one that preferences are measured against, where the task needs it:
+/// the model as the run begins, which is not trained.
 pub(crate) struct InitialModel<B: Backend> {
     pub(crate) model: Transformer<B>,
     pub(crate) reference: Option<Transformer<B>>,
@@ -32,9 +32,9 @@ impl Recipe {
         task.sizes().fit(config)
     }
 
-    /// The model in `folder`, with heads for the task where it needs them: the folder's, if they are for the same
-    /// labels, else fresh ones. With an adapter, where one is trained: `adapter`, that of a checkpoint; else the one that
-    /// the run continues; else a fresh one.
+    /// The model in `folder`, with heads for the task where it needs them: the folder's, if they
+    /// are for the same labels, else fresh ones. With an adapter, where one is trained: `adapter`,
+    /// that of a checkpoint; else the one that the run continues; else a fresh one.
     pub(crate) fn model_from<B: Backend>(
         &self,
         folder: &Path,
@@ -93,8 +93,8 @@ impl Recipe {
         Ok(InitialModel { model: adapted(model, adapter)?, reference })
     }
 
-    /// What the frozen weights of an adapter's base are loaded as. Embeddings and output projection stay floats unless
-    /// they are stored quantized, and are f32 where they are trained.
+    /// What the frozen weights of an adapter's base are loaded as. Embeddings and output projection
+    /// stay floats unless they are stored quantized, and are f32 where they are trained.
     fn base_dtypes<B: Backend>(
         &self,
         files: &ModelFolder,
@@ -118,7 +118,8 @@ impl Recipe {
         Ok(MatrixDtypes { blocks, outer })
     }
 
-    /// The adapter that is trained on the model in `folder`, which may have new tokens: these are trained, too.
+    /// The adapter that is trained on the model in `folder`, which may have new tokens: these are
+    /// trained, too.
     ///
     /// # Errors
     /// If the adapter that the run continues cannot be read.

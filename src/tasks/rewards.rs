@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Means over pairs. The reward of an answer is `beta` times the log-ratio of its probabilities with the policy and the
-/// reference.
+/// Means over pairs. The reward of an answer is `beta` times the log-ratio of its probabilities
+/// with the policy and the reference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rewards {
     /// Of chosen answers.

@@ -94,8 +94,8 @@ fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> R
     write_atomic(&folder.join(STATE), text.as_bytes())
 }
 
-/// A tensor of the optimizer as it is saved: made whole and read from the device when it is written, in the order of the names, so that
-/// device and host hold one at a time.
+/// A tensor of the optimizer as it is saved: made whole and read from the device when it is
+/// written, in the order of the names, so that device and host hold one at a time.
 struct Kept<'a, B: Backend> {
     shape: [usize; 1],
     tensor: StateTensor<'a, B>,
@@ -142,7 +142,8 @@ pub(crate) fn load<B: Backend>(
     Ok(trainer)
 }
 
-/// The trainer of a checkpoint of `step`, of any rank: of what the optimizer keeps it reads the part that this rank has.
+/// The trainer of a checkpoint of `step`, of any rank: of what the optimizer keeps it reads the
+/// part that this rank has.
 ///
 /// # Errors
 /// As [`load`].

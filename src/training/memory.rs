@@ -13,7 +13,8 @@ use crate::recipe::tuning::{AdapterKind, BaseKind};
 /// What helps the run of this process, should the device run out of memory.
 static ADVICE: Mutex<Option<String>> = Mutex::new(None);
 
-/// One line for a failure of the device, if it ran out of memory: which settings help, and by how much.
+/// One line for a failure of the device, if it ran out of memory: which settings help, and by how
+/// much.
 pub fn out_of_memory(reason: &str) -> Option<String> {
     let reason = reason.to_lowercase();
     let is_it = ["out of memory", "out_of_memory", "outofmemory", "buffertoobig", "can't allocate"];
@@ -32,7 +33,8 @@ const LOGITS: f64 = 2.0 * 256e6;
 pub(crate) struct MemoryEstimate {
     /// Parameters, copies of them, and quantized weights.
     weights: f64,
-    /// Gradients and the optimizer's state of what is trained, and what of a reference model is not shared.
+    /// Gradients and the optimizer's state of what is trained, and what of a reference model is not
+    /// shared.
     trained: f64,
     /// What the backward pass needs of the forward pass.
     activations: f64,
@@ -55,7 +57,8 @@ impl MemoryEstimate {
         let weights = model.clone().matrix_bytes(|_| true) as f64;
         let trained: usize =
             trained_parameters(model).iter().map(|(_, _, shape, _)| shape.iter().product::<usize>()).sum();
-        // A gradient and two moments of f32, and the reference's own value once the model's has changed.
+        // A gradient and two moments of f32, and the reference's own value once the model's has
+        // changed.
         let each = if has_reference && training.adapter == AdapterKind::None { 16.0 } else { 12.0 };
         let trained = trained as f64 * each;
 
@@ -63,8 +66,9 @@ impl MemoryEstimate {
         let adapted = training.adapter == AdapterKind::Lora;
         let (d_model, qkv, up) = (config.d_model as f64, config.qkv_width() as f64, config.up_width() as f64);
         let (heads, d_ff) = ((config.n_heads * config.head_dim) as f64, config.d_ff as f64);
-        // The residual stream and its norm, twice; packed heads, apart where they have norms; attention's output; the
-        // feed-forward layer before and after its activation, in one operation without adapters.
+        // The residual stream and its norm, twice; packed heads, apart where they have norms;
+        // attention's output; the feed-forward layer before and after its activation, in one
+        // operation without adapters.
         let placed = if config.qk_norm { 3.0 } else { 1.0 };
         let feed_forward = if adapted { up + 2.0 * d_ff } else { up + d_ff };
         let block = bytes * (4.0 * d_model + placed * qkv + heads + feed_forward);
@@ -133,8 +137,8 @@ impl MemoryEstimate {
         }
     }
 
-    /// Says what a run needs, and warns if that is more than the device has. Should the device run out of memory, the
-    /// program says then which settings help.
+    /// Says what a run needs, and warns if that is more than the device has. Should the device run
+    /// out of memory, the program says then which settings help.
     pub(crate) fn announce(&self, available: Option<u64>) {
         let has = available.map_or_else(String::new, |bytes| format!("; the device has {}", size(bytes as f64)));
         notice(Level::Info, &format!("{}{has}", self.describe()));

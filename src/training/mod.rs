@@ -188,7 +188,8 @@ impl TrainingRun {
         self
     }
 
-    /// Sets how many bytes of memory the device has, which the estimate of the run's memory is compared with.
+    /// Sets how many bytes of memory the device has, which the estimate of the run's memory is
+    /// compared with.
     pub fn with_memory(mut self, bytes: Option<u64>) -> Self {
         self.memory = bytes;
         self
@@ -200,7 +201,8 @@ impl TrainingRun {
         self
     }
 
-    /// Also reports each event to `listener`, on the training thread. If that fails, the run ends with its last checkpoint.
+    /// Also reports each event to `listener`, on the training thread. If that fails, the run ends
+    /// with its last checkpoint.
     pub fn with_listener(mut self, listener: Box<dyn Sink + Send>) -> Self {
         self.listener = Some(listener);
         self

@@ -118,8 +118,8 @@ impl<B: Backend> Trainer<B> {
         Self::of_rank(recipe, task, device, Ranks::only(), Collective::only())
     }
 
-    /// The same as one of several ranks, each of which has its own rows of every batch. What the first one is asked for it tells the
-    /// others, which follow.
+    /// The same as one of several ranks, each of which has its own rows of every batch. What the
+    /// first one is asked for it tells the others, which follow.
     pub(crate) fn of_rank(
         recipe: &Recipe,
         task: Task,
@@ -214,8 +214,8 @@ impl<B: Backend> Trainer<B> {
     }
 
     /// The current model. In bf16 it has copies of its matrices, which operations read: to change
-    /// the parameters of a clone, take the copies out first ([`Transformer::take_copies`]).
-    /// With several ranks each has its own part of such parameters up to date, and the others as of the
+    /// the parameters of a clone, take the copies out first ([`Transformer::take_copies`]). With
+    /// several ranks each has its own part of such parameters up to date, and the others as of the
     /// last [`validate`](Self::validate) or [`save`](Self::save).
     pub fn model(&self) -> &Transformer<Autodiff<B>> {
         &self.model
@@ -236,7 +236,8 @@ impl<B: Backend> Trainer<B> {
         &self.recipe
     }
 
-    /// Which part of the model is trained, if it is an adapter, and what the frozen weights are stored as.
+    /// Which part of the model is trained, if it is an adapter, and what the frozen weights are
+    /// stored as.
     pub(crate) fn described_training(&self) -> String {
         if self.lora.is_none() {
             return String::new();
@@ -312,8 +313,8 @@ impl<B: Backend> Trainer<B> {
         language.sample(self.model.valid(), prompt, tokens, self.recipe.training.seed, &self.device).map(Some)
     }
 
-    /// One optimizer step over `batch`, in `accumulation` parts; reads nothing from the device. Each of
-    /// several ranks is given the whole batch.
+    /// One optimizer step over `batch`, in `accumulation` parts; reads nothing from the device.
+    /// Each of several ranks is given the whole batch.
     pub fn train_on(&mut self, batch: impl Into<Batch>) -> StepOutput<B> {
         let batch: Batch = batch.into();
         let training = self.recipe.training.clone();
@@ -354,7 +355,8 @@ impl<B: Backend> Trainer<B> {
         let zeros = |count: usize| Tensor::zeros([count], &self.device);
         let count = if self.reference.is_some() { 1 + Rewards::COUNT } else { 1 };
         let figures = figures.unwrap_or_else(|| zeros(count));
-        // Where no rank has a row there is nothing to learn; where others have, they need this one's zeros.
+        // Where no rank has a row there is nothing to learn; where others have, they need this
+        // one's zeros.
         let (gradient_norm, figures) = match gradients {
             None if rank.ranks == 1 || tokens == 0 => (zeros(1), figures),
             gradients => {
@@ -372,8 +374,9 @@ impl<B: Backend> Trainer<B> {
         StepOutput { step: self.step - 1, learning_rate, tokens, figures, gradient_norm }
     }
 
-    /// The loss of a part of a batch with targets `whole`, and rewards where there are any, scaled so that those of all
-    /// parts sum to the batch's mean, and its gradients, added to those of `earlier` parts.
+    /// The loss of a part of a batch with targets `whole`, and rewards where there are any, scaled
+    /// so that those of all parts sum to the batch's mean, and its gradients, added to those of
+    /// `earlier` parts.
     fn forward_backward(
         &mut self,
         part: &Batch,
@@ -441,7 +444,8 @@ impl<B: Backend> Trainer<B> {
         self.optimizer.complete(&mut self.model);
     }
 
-    /// Takes part in what the first rank saves: its optimizer's state, tensor by tensor, in the order of their names.
+    /// Takes part in what the first rank saves: its optimizer's state, tensor by tensor, in the
+    /// order of their names.
     pub(crate) fn follow_save(&mut self) {
         self.optimizer.complete(&mut self.model);
         let mut tensors: Vec<_> = self.optimizer.state().collect();

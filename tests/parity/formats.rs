@@ -5,8 +5,8 @@ use fireclay_kernels::{Backend, BlockFormat, Format, HostWeight, QuantizedWeight
 
 use crate::compare::{Tolerance, random};
 
-/// A matrix of weights of order `size` in a format: rounded where the program does that, and else blocks as a file may have them,
-/// of any bits. None if the format has no rows of that length.
+/// A matrix of weights of order `size` in a format: rounded where the program does that, and else
+/// blocks as a file may have them, of any bits. None if the format has no rows of that length.
 pub(crate) fn matrix<B: Backend>(
     format: Format,
     seed: u64,
@@ -16,7 +16,8 @@ pub(crate) fn matrix<B: Backend>(
 ) -> Option<QuantizedWeight<B>> {
     let layout = format.layout(shape[1])?;
     if let (Format::Grouped(_), false) = (format, format.quantizes()) {
-        // Codes of any bits, and numbers of groups of which some are negative. Bytes reach sixteen times as far as nibbles.
+        // Codes of any bits, and numbers of groups of which some are negative. Bytes reach sixteen
+        // times as far as nibbles.
         let size = if layout.words * 4 >= shape[1] { size / 16.0 } else { size };
         let key = RandomKey::new(seed);
         let mut next = 0;
@@ -79,7 +80,8 @@ fn scale_of(blocks: BlockFormat) -> f32 {
     }
 }
 
-/// How far products may be from those of the dequantized weights: where a kernel multiplies integers, inputs are rounded to bytes.
+/// How far products may be from those of the dequantized weights: where a kernel multiplies
+/// integers, inputs are rounded to bytes.
 pub(crate) fn of_products<B: Backend>(format: Format, tolerance: Tolerance, device: &B::Device) -> Tolerance {
     match format.rounds_inputs() && B::name(device).contains("ndarray") {
         true => tolerance.at_least(2e-2),

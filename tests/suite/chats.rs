@@ -148,7 +148,8 @@ fn templates_by_which_nothing_can_be_learned_are_refused() {
     assert!(refused(&endless, &row).contains("no control token"), "{}", refused(&endless, &row));
     let tools = json!({ "messages": row["messages"], "tools": [{ "type": "function" }] });
     assert!(refused(CHATML, &tools).contains("no use for them"));
-    // Earlier messages change when the next comes, and the answer does not begin as the prompt ends.
+    // Earlier messages change when the next comes, and the answer does not begin as the prompt
+    // ends.
     let changing = "{{- messages|length }}{%- for m in messages -%}{{- m.role + m.content + '</s>' -}}{%- endfor -%}\
                     {%- if add_generation_prompt -%}{{- '<|im_start|>begin\\n' -}}{%- endif -%}";
     assert!(refused(changing, &row).contains("mark it with {% generation %}"), "{}", refused(changing, &row));
@@ -181,7 +182,8 @@ backend_test!(a_packed_row_has_the_loss_of_its_sequences_apart::<B>(device) {
     }
 });
 
-/// A small model without a chat template, and conversations: each answer is the word that was asked for.
+/// A small model without a chat template, and conversations: each answer is the word that was asked
+/// for.
 pub(crate) fn base_and_chats(folder: &Path) {
     let config = TransformerConfig::llama(tokenizer().vocab_size(), 64, 32, 1, 2);
     let device = Default::default();

@@ -290,8 +290,9 @@ backend_test!(a_quantized_file_computes_as_its_dequantized_weights_in_every_form
     }
 });
 
-/// How far predictions of `own` logits, in rows of `vocabulary`, are from those of `wanted`: the mean of their KL divergences, in
-/// nats, and the rows where the first token differs although the margin is larger than the rows' own difference.
+/// How far predictions of `own` logits, in rows of `vocabulary`, are from those of `wanted`: the
+/// mean of their KL divergences, in nats, and the rows where the first token differs although the
+/// margin is larger than the rows' own difference.
 fn divergence(own: &[f32], wanted: &[f32], vocabulary: usize) -> (f64, usize) {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let max = row.iter().fold(f64::NEG_INFINITY, |max, x| max.max(f64::from(*x)));

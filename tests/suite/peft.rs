@@ -105,7 +105,8 @@ backend_test!(adapters_that_are_trained_have_the_loss_and_gradients_of_peft::<B>
             assert_eq!(own, shape, "{name}: {key}");
             let scale = wanted.iter().fold(0f32, |most, value| most.max(value.abs()));
             let off = got.iter().zip(wanted).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-            // What is written is scaled where the modules of one parameter have scales of their own.
+            // What is written is scaled where the modules of one parameter have scales of their
+            // own.
             if name != "qwen3_patterns" {
                 assert!(off < 1e-3 * scale + 1e-6, "{name}: {key} is {off} off, of {scale}");
             }

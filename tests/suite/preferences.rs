@@ -157,7 +157,8 @@ fn number(line: &Value, name: &str) -> f64 {
     line[name].as_f64().unwrap_or_else(|| panic!("no {name} in {line}"))
 }
 
-/// Asserts that a run has learned nothing at its first step, and to prefer what is chosen in the end.
+/// Asserts that a run has learned nothing at its first step, and to prefer what is chosen in the
+/// end.
 fn assert_learns(lines: &[Value], what: &str) {
     let first = lines.iter().find(|line| line["event"] == "train").expect("a step");
     assert!((number(first, "loss") - 2f64.ln()).abs() < 1e-5, "{what}: {first}");

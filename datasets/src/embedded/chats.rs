@@ -5,8 +5,8 @@
 //! assistant   There was Tobin and a goose called Biscuit.
 //! ```
 //!
-//! The answer depends on the prompt: of 12 heroes, 8 animals and 8 names of animals. Its words are those of the stories, so
-//! that a model that was trained on these knows them.
+//! The answer depends on the prompt: of 12 heroes, 8 animals and 8 names of animals. Its words are
+//! those of the stories, so that a model that was trained on these knows them.
 
 use super::stories::{Beginning, StoryGrammar};
 

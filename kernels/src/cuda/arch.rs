@@ -1,7 +1,7 @@
 //! NVIDIA GPU families with their own CUDA C++ kernels.
 //!
-//! A family's kernels are in `ops/<op>/cuda/<name>/`. A device uses those of the newest family whose
-//! instructions it has; an operation that has none of that family runs its portable kernel.
+//! A family's kernels are in `ops/<op>/cuda/<name>/`. A device uses those of the newest family
+//! whose instructions it has; an operation that has none of that family runs its portable kernel.
 
 use std::sync::{Once, OnceLock};
 
@@ -12,9 +12,9 @@ use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
 use crate::notices::{Level, notice};
 
-/// Makes a newer device use the kernels of an older family, with no more shared memory than a device
-/// of that name has: to test them without such a device. Other features of the device, such as TMA in
-/// CubeCL's kernels, stay in use.
+/// Makes a newer device use the kernels of an older family, with no more shared memory than a
+/// device of that name has: to test them without such a device. Other features of the device, such
+/// as TMA in CubeCL's kernels, stay in use.
 pub(crate) const VARIABLE: &str = "FIRECLAY_CUDA_ARCH";
 
 /// A GPU family.
@@ -37,8 +37,8 @@ impl Arch {
         }
     }
 
-    /// The targets of NVRTC and ptxas that its kernels are compiled for ahead of time to see that they
-    /// fit: with the family's specific instructions if any.
+    /// The targets of NVRTC and ptxas that its kernels are compiled for ahead of time to see that
+    /// they fit: with the family's specific instructions if any.
     pub(crate) const fn targets(self) -> &'static [Target] {
         match self {
             Self::Sm80 => &TARGETS_80,
@@ -102,7 +102,8 @@ pub(crate) fn asked() -> Result<Option<Asked>, String> {
     })
 }
 
-/// The family that a device of this compute capability uses, and the name that [`VARIABLE`] asked for.
+/// The family that a device of this compute capability uses, and the name that [`VARIABLE`] asked
+/// for.
 ///
 /// # Errors
 /// If that is unknown or newer than the device.
@@ -117,15 +118,15 @@ pub(crate) fn used_by((major, minor): (i32, i32)) -> Result<(Option<Arch>, Optio
     }
 }
 
-/// The requested device, once it is known to be valid: [`used_by`] refuses others before a device is
-/// created.
+/// The requested device, once it is known to be valid: [`used_by`] refuses others before a device
+/// is created.
 fn asked_for() -> Option<Asked> {
     static ASKED: OnceLock<Option<Asked>> = OnceLock::new();
     *ASKED.get_or_init(|| asked().unwrap_or_default())
 }
 
-/// Whether [`VARIABLE`] names a family: kernels that no device of their family has been compared with
-/// the reference on run only then.
+/// Whether [`VARIABLE`] names a family: kernels that no device of their family has been compared
+/// with the reference on run only then.
 pub(crate) fn is_forced() -> bool {
     asked_for().is_some()
 }
@@ -209,8 +210,8 @@ pub(crate) fn shared_bytes<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
     features(x).map_or(0, |features| features.shared_bytes)
 }
 
-/// Whether the tensor cores of the device of `x` multiply TF32 much faster than its f32 units multiply
-/// f32: A100, H100 and B200 and their like.
+/// Whether the tensor cores of the device of `x` multiply TF32 much faster than its f32 units
+/// multiply f32: A100, H100 and B200 and their like.
 pub(crate) fn has_fast_tf32<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     features(x).is_some_and(|features| matches!(features.capability, (8, 0) | (9..=10, _)))
 }

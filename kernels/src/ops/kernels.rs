@@ -19,9 +19,9 @@ pub struct CudaSource {
 /// registers, but for a few at the end of a tile in the GEMM for Ampere.
 ///
 /// For attention with dropout they include two masks; under the other two, its backward pass spills
-/// up to 8 bytes in a warp that only loads. Of fused decode steps for few rows they include those with
-/// four rows, and those for any shape with one row, not with both weights and cache in INT8: others
-/// spill some 20 bytes per thread, and more with eight rows.
+/// up to 8 bytes in a warp that only loads. Of fused decode steps for few rows they include those
+/// with four rows, and those for any shape with one row, not with both weights and cache in INT8:
+/// others spill some 20 bytes per thread, and more with eight rows.
 pub fn cuda_sources() -> Vec<CudaSource> {
     let hopper = [
         linear::hopper_sources().collect::<Vec<_>>(),

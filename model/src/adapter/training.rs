@@ -23,7 +23,8 @@ use crate::parameters::{named_parameters, parameter_shapes, path_of, segment};
 use crate::synced::write_synced;
 use crate::transformer::Transformer;
 
-/// A module's part of an adapter on a parameter that holds several modules, such as queries, keys and values.
+/// A module's part of an adapter on a parameter that holds several modules, such as queries, keys
+/// and values.
 struct Block {
     module: String,
     /// Rows of the parameter.
@@ -56,10 +57,11 @@ fn blocks(
 }
 
 impl<B: Backend> Transformer<B> {
-    /// With a fresh adapter on each module that `config` names, or the one in `files`; only these are trained then, and the modules
-    /// to save. `family` names the modules.
+    /// With a fresh adapter on each module that `config` names, or the one in `files`; only these
+    /// are trained then, and the modules to save. `family` names the modules.
     ///
-    /// As PEFT begins: `a` is uniform within `1 / sqrt(d_input)`, drawn from `seed`, and `b` is zero.
+    /// As PEFT begins: `a` is uniform within `1 / sqrt(d_input)`, drawn from `seed`, and `b` is
+    /// zero.
     ///
     /// # Errors
     /// If no module is named, a name is of none, or what is named cannot be trained apart from the rest.
@@ -309,7 +311,8 @@ pub struct AdapterSaver<'a> {
 }
 
 impl AdapterSaver<'_> {
-    /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder`, which must exist.
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder`, which must
+    /// exist.
     ///
     /// # Errors
     /// If the file system refuses, or the model has no adapter.

@@ -115,7 +115,8 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         if let Some(heads) = pruned {
             return Err(ConfigError(format!("config.json: pruned_heads is {heads}, and is not supported")));
         }
-        // Of others, matrices are stored with their rows as columns, or under no names of linear layers.
+        // Of others, matrices are stored with their rows as columns, or under no names of linear
+        // layers.
         if Quantization::read(config)?.is_some() && !family.is_llama() {
             return Err(ConfigError(format!(
                 "config.json: quantization_config is not supported in models of {model_type}"

@@ -230,8 +230,8 @@ impl Fields<'_> {
         Ok(())
     }
 
-    /// The same for the `rotated` first elements of a head, with the default base, and the default of
-    /// the context of the original training.
+    /// The same for the `rotated` first elements of a head, with the default base, and the default
+    /// of the context of the original training.
     pub(super) fn rotary_part(
         &self,
         context_length: usize,

@@ -109,8 +109,8 @@ pub(super) fn outer(field: &str, path: &str) -> Option<Vec<HubTensor>> {
     Some(vec![whole(name.into(), path)])
 }
 
-/// The tensor of a parameter of block `layer`: queries, keys and values are one, and so are gate and
-/// up.
+/// The tensor of a parameter of block `layer`: queries, keys and values are one, and so are gate
+/// and up.
 pub(super) fn block(layer: &str, field: &str, path: &str) -> Option<Vec<HubTensor>> {
     let name = match field {
         "attention.qkv" => "attn.Wqkv.weight",

@@ -29,7 +29,8 @@ const DEFAULT_TOKENS: [&str; 5] = ["<|system|>", "<|user|>", "<|assistant|>", "<
 pub(in crate::tasks) struct ChatFolder {
     pub(in crate::tasks) tokenizer: Tokenizer,
     pub(in crate::tasks) template: ChatTemplate,
-    /// For each token the one of the model to begin from whose embedding it takes, where there are new tokens.
+    /// For each token the one of the model to begin from whose embedding it takes, where there are
+    /// new tokens.
     pub(in crate::tasks) rows: Option<Vec<Option<u32>>>,
     /// `tokenizer_config.json`, with template and special tokens.
     settings: Map<String, Value>,
@@ -38,8 +39,8 @@ pub(in crate::tasks) struct ChatFolder {
 }
 
 impl ChatFolder {
-    /// Of the model that a recipe fine-tunes, with the template that it names, the model's own, or a default one whose
-    /// tokens are new.
+    /// Of the model that a recipe fine-tunes, with the template that it names, the model's own, or
+    /// a default one whose tokens are new.
     pub(in crate::tasks) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
         let Some(model) = model else {
             return Err(Failure::usage("fine-tuning on conversations needs a model to begin from: --init MODEL"));
@@ -52,7 +53,8 @@ impl ChatFolder {
         Self::of(source.text(), model, recipe.chat_template())
     }
 
-    /// With the tokenizer and the template in the folder `model`, of a model with its weights in `weights`.
+    /// With the tokenizer and the template in the folder `model`, of a model with its weights in
+    /// `weights`.
     fn of(model: &Path, weights: &Path, file: Option<&Path>) -> Result<Self, Failure> {
         let tokenizer = model_folder::tokenizer(model)?;
         let own = templates::read(model)?;
@@ -132,7 +134,8 @@ impl ChatFolder {
 /// For each token the one of the model to begin from whose embedding it takes.
 type InitialRows = Vec<Option<u32>>;
 
-/// A tokenizer that has the default template's tokens, and the rows of the embedding that the model then has, where there are more.
+/// A tokenizer that has the default template's tokens, and the rows of the embedding that the model
+/// then has, where there are more.
 fn with_default_tokens(tokenizer: &Tokenizer, model: &Path) -> Result<(Tokenizer, Option<InitialRows>), Failure> {
     let known = tokenizer.vocab_size() as u32;
     let tokenizer = tokenizer.with_control_tokens(&DEFAULT_TOKENS)?;

@@ -92,8 +92,8 @@ impl<'a> Masker<'a> {
         self.control.get(token as usize).copied().unwrap_or(false)
     }
 
-    /// The examples of a conversation: one, or one a supervised turn where the template renders them differently. Each ends
-    /// with its last supervised token.
+    /// The examples of a conversation: one, or one a supervised turn where the template renders
+    /// them differently. Each ends with its last supervised token.
     ///
     /// # Errors
     /// If the template refuses the conversation, or ends a turn without a token that ends generation.
@@ -180,7 +180,8 @@ impl<'a> Masker<'a> {
         if complete.starts_with(prompt) {
             return Ok((complete, prompt.len()));
         }
-        // Mistral's templates leave the system message out once there has been an answer. Generation has it, so training does, too.
+        // Mistral's templates leave the system message out once there has been an answer.
+        // Generation has it, so training does, too.
         if let Some(answer) = behind_last(&complete, prompt) {
             return Ok((format!("{prompt}{answer}"), prompt.len()));
         }

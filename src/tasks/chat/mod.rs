@@ -60,7 +60,8 @@ pub struct Report {
 }
 
 impl Chat {
-    /// The conversations of `recipe`, by the tokenizer and the chat template of the model to begin from.
+    /// The conversations of `recipe`, by the tokenizer and the chat template of the model to begin
+    /// from.
     pub(super) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
         Self::of(recipe, ChatFolder::begin(recipe, model)?)
     }
@@ -131,7 +132,8 @@ impl Chat {
         &self.report
     }
 
-    /// For each token the one of the model that a run begins from whose embedding it takes, where there are new tokens.
+    /// For each token the one of the model that a run begins from whose embedding it takes, where
+    /// there are new tokens.
     pub(super) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         self.folder.rows.as_deref()
     }
@@ -141,8 +143,9 @@ impl Chat {
         self.train.batch(&self.train.rows.of_step(key, rows))
     }
 
-    /// Mean loss of held-out examples' supervised tokens, of about `tokens` positions, in nats, and the share of answers
-    /// that greedy decoding would generate: those whose every token has the largest logit.
+    /// Mean loss of held-out examples' supervised tokens, of about `tokens` positions, in nats, and
+    /// the share of answers that greedy decoding would generate: those whose every token has the
+    /// largest logit.
     pub(super) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
@@ -204,7 +207,8 @@ impl Chat {
         )
     }
 
-    /// The first example as the model reads it, with what is supervised within marks: in colour, or in double brackets.
+    /// The first example as the model reads it, with what is supervised within marks: in colour, or
+    /// in double brackets.
     pub(super) fn preview(&self, colour: bool) -> Result<String, Failure> {
         let Some(example) = self.train.examples.first() else { return Ok(String::new()) };
         example.shown(&self.folder.tokenizer, colour)
@@ -222,7 +226,8 @@ impl Packed {
         Self { examples, rows, seq_length }
     }
 
-    /// How many examples of a batch of rows have the tokens `top` at all supervised positions, and how many there are.
+    /// How many examples of a batch of rows have the tokens `top` at all supervised positions, and
+    /// how many there are.
     fn right_answers(&self, rows: &[usize], batch: &TokenBatch, top: &[i32]) -> (usize, usize) {
         let (mut right, mut all) = (0, 0);
         for (at, row) in rows.iter().enumerate() {
@@ -261,7 +266,8 @@ fn top_tokens<B: Backend>(model: &Transformer<B>, hidden: Tensor<B, 3>) -> Resul
     Ok(top)
 }
 
-/// Which of `count` conversations are held out: about the share `holdout`, and of two or more at least one.
+/// Which of `count` conversations are held out: about the share `holdout`, and of two or more at
+/// least one.
 pub(super) fn held_out(count: usize, holdout: f64, seed: u64) -> Vec<bool> {
     let wanted = ((count as f64 * holdout).round() as usize).clamp(1, count.saturating_sub(1).max(1));
     let key = RandomKey::new(seed).fold(0x686f_6c64);

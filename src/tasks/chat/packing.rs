@@ -10,8 +10,8 @@ use super::mask::Example;
 pub(in crate::tasks) struct Rows(Vec<Vec<usize>>);
 
 impl Rows {
-    /// Packs examples of these lengths into rows of `length`, as few as best-fit decreasing finds: the longest first, each into the
-    /// fullest row that has room.
+    /// Packs examples of these lengths into rows of `length`, as few as best-fit decreasing finds:
+    /// the longest first, each into the fullest row that has room.
     pub(in crate::tasks) fn packed(lengths: &[usize], length: usize) -> Self {
         let mut order: Vec<usize> = (0..lengths.len()).collect();
         order.sort_by_key(|example| (std::cmp::Reverse(lengths[*example]), *example));
@@ -47,7 +47,8 @@ impl Rows {
         &self.0[row]
     }
 
-    /// The rows of a step of `count` rows: each once an epoch, in an order that the seed and the epoch decide.
+    /// The rows of a step of `count` rows: each once an epoch, in an order that the seed and the
+    /// epoch decide.
     pub(in crate::tasks) fn of_step(&self, key: BatchKey, count: usize) -> Vec<usize> {
         let all = self.len() as u64;
         let mut order: (u64, Vec<usize>) = (u64::MAX, Vec::new());

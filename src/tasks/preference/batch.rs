@@ -10,7 +10,8 @@ use crate::tasks::chat::Example;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PairBatch {
     tokens: TokenBatch,
-    /// For each row the positions that each pair's sequences take, one after the other from the first.
+    /// For each row the positions that each pair's sequences take, one after the other from the
+    /// first.
     rows: Vec<Vec<[usize; 2]>>,
 }
 
@@ -45,7 +46,8 @@ impl PairBatch {
         self.rows.iter().map(Vec::len).sum()
     }
 
-    /// For each position the number of its sequence, or -1, and for each sequence how many of its tokens are supervised.
+    /// For each position the number of its sequence, or -1, and for each sequence how many of its
+    /// tokens are supervised.
     pub(super) fn answers(&self) -> (Vec<i32>, Vec<usize>) {
         let (mut of, mut lengths) = (Vec::with_capacity(self.tokens.inputs().len()), Vec::new());
         for (row, targets) in self.rows.iter().zip(self.tokens.targets().chunks_exact(self.tokens.seq_length())) {

@@ -11,8 +11,8 @@ use crate::recipe::schema::Recipe;
 use crate::recipe::tuning::{PreferenceLoss, PreferenceRecipe};
 use crate::tasks::rewards::Rewards;
 
-/// The loss of each pair, `[pairs]`, of log-probabilities `[2 * pairs]` of chosen and rejected answers in turn, with the
-/// policy and with the reference; `lengths` counts their tokens.
+/// The loss of each pair, `[pairs]`, of log-probabilities `[2 * pairs]` of chosen and rejected
+/// answers in turn, with the policy and with the reference; `lengths` counts their tokens.
 ///
 /// ```text
 /// ratio          log-probability with the policy - with the reference
@@ -22,7 +22,8 @@ use crate::tasks::rewards::Rewards;
 /// sigmoid_norm   as sigmoid, ratios divided by lengths
 /// ```
 ///
-/// Smoothing is that of conservative DPO (Mitchell, 2023): the share of pairs whose labels are wrong.
+/// Smoothing is that of conservative DPO (Mitchell, 2023): the share of pairs whose labels are
+/// wrong.
 pub fn pair_losses<B: Backend>(
     policy: Tensor<B, 1>,
     reference: Tensor<B, 1>,
@@ -58,8 +59,9 @@ fn by_side<B: Backend>(values: Tensor<B, 1>) -> [Tensor<B, 1>; 2] {
     [0, 1].map(|side| values.clone().narrow(1, side, 1).squeeze_dim::<1>(1))
 }
 
-/// The sum of the losses of a batch's pairs over `whole` pairs, `[1]`, and that of their rewards, `[4]`, which have no
-/// gradient: with the hidden states of `forward`. Of the recipe, the loss, `beta` and label smoothing count.
+/// The sum of the losses of a batch's pairs over `whole` pairs, `[1]`, and that of their rewards,
+/// `[4]`, which have no gradient: with the hidden states of `forward`. Of the recipe, the loss,
+/// `beta` and label smoothing count.
 pub fn loss_by<B: Backend>(
     model: &Transformer<B>,
     reference: &Transformer<B>,

@@ -1,8 +1,10 @@
-//! Learning from preferences: of two answers to a prompt, the model learns to prefer one (DPO; Rafailov et al., 2023,
-//! "Direct Preference Optimization: Your Language Model is Secretly a Reward Model").
+//! Learning from preferences: of two answers to a prompt, the model learns to prefer one (DPO;
+//! Rafailov et al., 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward
+//! Model").
 //!
-//! The model is held to a reference, which is the model as the run begins: without an adapter, or with the adapter
-//! that the run continues. A row holds whole pairs, so that one pass has the log-probabilities of both answers.
+//! The model is held to a reference, which is the model as the run begins: without an adapter, or
+//! with the adapter that the run continues. A row holds whole pairs, so that one pass has the
+//! log-probabilities of both answers.
 
 mod batch;
 mod loss;
@@ -122,7 +124,8 @@ impl Preferences {
         self.train.batch(&self.train.rows.of_step(key, rows))
     }
 
-    /// Mean loss of held-out pairs, of about `tokens` positions, and their rewards; one read from the device.
+    /// Mean loss of held-out pairs, of about `tokens` positions, and their rewards; one read from
+    /// the device.
     pub(super) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,

@@ -34,9 +34,9 @@ backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::
     assert_eq!(run(true), run(false));
 });
 
-/// What is computed with two weights in every operation that has a gradient: `[up, down]`, of `[width, d]` and `[d, width]`, and the
-/// gradients of the input and of the biases of a projection and of a feed-forward layer; and those of the weights, as far as they
-/// have any.
+/// What is computed with two weights in every operation that has a gradient: `[up, down]`, of
+/// `[width, d]` and `[d, width]`, and the gradients of the input and of the biases of a projection
+/// and of a feed-forward layer; and those of the weights, as far as they have any.
 fn with_weights<B: Backend>(
     [up, down]: [Weight<Autodiff<B>>; 2],
     dtype: DType,

@@ -1,5 +1,5 @@
-// What kernels for Ampere and later (sm_80) share, besides common.cuh: copies into shared memory that
-// a thread does not wait for, and products by a warp.
+// What kernels for Ampere and later (sm_80) share, besides common.cuh: copies into shared memory
+// that a thread does not wait for, and products by a warp.
 //
 // PTX ISA, sections 9.7.9.25.3 (cp.async) and 9.7.14.5 (mma).
 
@@ -48,9 +48,9 @@ __device__ __forceinline__ void copies_wait() {
 
 // ---- mma: 16 rows of `a` by 8 columns of `b`, 16 of K (8 in TF32), all in the registers of a warp.
 //
-// Sums: lane l has columns 2 (l % 4) and the next of row l / 4 in [0] and [1], and of row l / 4 + 8 in
-// [2] and [3]. `a` is four matrices of 8 rows and 16 bytes of K as `matrices_load` gives them: rows
-// 0 to 7 and 8 to 15 of the first 16 bytes, then of the next; `b` is two, 8 columns of each.
+// Sums: lane l has columns 2 (l % 4) and the next of row l / 4 in [0] and [1], and of row l / 4 + 8
+// in [2] and [3]. `a` is four matrices of 8 rows and 16 bytes of K as `matrices_load` gives them:
+// rows 0 to 7 and 8 to 15 of the first 16 bytes, then of the next; `b` is two, 8 columns of each.
 
 // Four matrices, transposed: 16-bit rows of K become columns.
 __device__ __forceinline__ void matrices_load_transposed(u32 (&matrices)[4], u32 address) {

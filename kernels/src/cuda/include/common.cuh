@@ -1,5 +1,6 @@
-// What CUDA C++ kernels of all families share: 16-bit values, lanes, activations, dropout. No header
-// of CUDA is needed, so that NVRTC has little to read. HALF names the 16-bit dtype: "bf16" or "f16".
+// What CUDA C++ kernels of all families share: 16-bit values, lanes, activations, dropout. No
+// header of CUDA is needed, so that NVRTC has little to read. HALF names the 16-bit dtype: "bf16"
+// or "f16".
 
 using u32 = unsigned int;
 using u64 = unsigned long long;

@@ -57,7 +57,8 @@ pub enum AttentionMask<B: Backend> {
         window: Option<usize>,
     },
     /// A range of keys for each query, `[batch_size, seq_length, 2]`: the first and the last.
-    /// Clamped, so that a query sees at least one key: the last to `0..keys`, the first to `0..=last`.
+    /// Clamped, so that a query sees at least one key: the last to `0..keys`, the first to
+    /// `0..=last`.
     Ranges(Tensor<B, 3, Int>),
 }
 

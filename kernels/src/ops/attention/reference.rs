@@ -55,7 +55,8 @@ pub fn attention_backward<B: Backend>(operands: AttentionBackward<B>) -> Attenti
     let d_probabilities = drop(d_dropped.reshape([batch_size, n_heads, seq_length, keys]), options);
     let d_scores = (probabilities.clone() * (d_probabilities - delta)).mul_scalar(options.scale);
     let d_scores = match options.softcap {
-        // The derivative of the cap is 1 - tanh^2. Masked scores, whose gradient is zero, are beyond it.
+        // The derivative of the cap is 1 - tanh^2. Masked scores, whose gradient is zero, are
+        // beyond it.
         Some(cap) => d_scores * scores.div_scalar(cap).clamp(-1.0, 1.0).square().neg().add_scalar(1.0),
         None => d_scores,
     };

@@ -111,10 +111,11 @@ parts!(FeedForwardOutput { output, saved, hidden });
 /// Operands of the gradients.
 #[derive(Clone, Debug)]
 pub struct FeedForwardBackward<B: Backend> {
-    /// Gradient of the output, `[rows, d_model]`, in the dtype of the input; also that of the residual
-    /// stream.
+    /// Gradient of the output, `[rows, d_model]`, in the dtype of the input; also that of the
+    /// residual stream.
     pub grad: Tensor<B, 2>,
-    /// Input of the first projection, after the norm, `[rows, d_model]`: only the gradient of `up` needs it.
+    /// Input of the first projection, after the norm, `[rows, d_model]`: only the gradient of `up`
+    /// needs it.
     pub x: Option<Tensor<B, 2>>,
     /// Saved by the forward pass for the activation.
     pub saved: Saved<B>,

@@ -1,5 +1,5 @@
-//! Log-probabilities of given tokens, from hidden states and the output projection, without storing the logits of a
-//! whole batch.
+//! Log-probabilities of given tokens, from hidden states and the output projection, without storing
+//! the logits of a whole batch.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -82,7 +82,8 @@ parts!(HeadLogProbsGradients { hidden, weight });
 
 /// Log-probabilities of tokens on a backend.
 pub trait HeadLogProbsOps: ReshapeOps + WeightOps {
-    /// [`head_log_probs`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    /// [`head_log_probs`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together
+    /// here.
     fn head_log_probs(operands: Checked<HeadLogProbsForward<Self>>) -> Tensor<Self, 1> {
         head_log_probs_forward(operands)
     }
@@ -96,7 +97,8 @@ pub trait HeadLogProbsOps: ReshapeOps + WeightOps {
     }
 }
 
-/// The log-probability of each row's target, f32 `[rows]` in nats: `log softmax(hidden * weight^T)[target]`.
+/// The log-probability of each row's target, f32 `[rows]` in nats: `log softmax(hidden *
+/// weight^T)[target]`.
 ///
 /// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, the rest in f32;
 /// - `weight`: `[vocabulary, d_model]`;

@@ -108,7 +108,8 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
                     if let Some(cap) = softcap {
                         logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
                     }
-                    // The cap's derivative is made of the capped logits, which are overwritten below.
+                    // The cap's derivative is made of the capped logits, which are overwritten
+                    // below.
                     let capped = softcap.filter(|_| gradients).map(|cap| (cap, logits.to_vec()));
                     let max = max_of(logits);
                     let hit = logits[target];

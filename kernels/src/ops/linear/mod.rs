@@ -220,7 +220,8 @@ impl<B: Backend> Operands for LinearBackward<B> {
     }
 }
 
-/// Panics unless the input of a projection, of `shape`, is given where the gradient of its weight is wanted.
+/// Panics unless the input of a projection, of `shape`, is given where the gradient of its weight
+/// is wanted.
 #[track_caller]
 pub(crate) fn check_input<B: Backend>(
     op: &'static str,

@@ -89,9 +89,9 @@ pub(crate) enum Gemm {
     Cubek { split_k: usize },
 }
 
-/// Whether a CUDA C++ GEMM supports the size of a product `[m, n, k]` in `dtype`, and the device has
-/// one. With fewer rows than a tile, reading the weight dominates. In 16 bits, of the products that
-/// the GEMM for few rows does not take, this GEMM reads the weight fastest.
+/// Whether a CUDA C++ GEMM supports the size of a product `[m, n, k]` in `dtype`, and the device
+/// has one. With fewer rows than a tile, reading the weight dominates. In 16 bits, of the products
+/// that the GEMM for few rows does not take, this GEMM reads the weight fastest.
 pub(crate) fn takes_cuda<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
     let many = m >= TILE && m * n * k > MOST_SMALL;

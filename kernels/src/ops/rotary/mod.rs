@@ -42,7 +42,8 @@ impl<B: Backend> RotaryTable<B> {
 }
 
 impl<B: Backend> RotaryTable<B> {
-    /// Panics unless the table has columns for heads of `head_dim`, or for the first elements of them.
+    /// Panics unless the table has columns for heads of `head_dim`, or for the first elements of
+    /// them.
     #[track_caller]
     pub(crate) fn check_part(&self, op: &'static str, x: &Part<'_, B::Device>, head_dim: usize) {
         let [_, half] = self.cos.dims();

@@ -1,6 +1,6 @@
-//! Formats with groups: a row stores 4- or 8-bit codes in its words, and separately an f32 scale, or a
-//! scale and a zero, per group of consecutive weights. Quantized checkpoints keep their bits in these
-//! formats; some are also targets for quantizing floats while loading.
+//! Formats with groups: a row stores 4- or 8-bit codes in its words, and separately an f32 scale,
+//! or a scale and a zero, per group of consecutive weights. Quantized checkpoints keep their bits
+//! in these formats; some are also targets for quantizing floats while loading.
 //!
 //! ```text
 //! word      eight nibbles or four bytes, the lowest first

@@ -36,8 +36,8 @@ pub(super) struct Sizes {
     pub(super) kept: f32,
 }
 
-/// The last visible key of a query, which ends its window. `ints` are the mask's positions, lengths,
-/// document starts or ranges.
+/// The last visible key of a query, which ends its window. `ints` are the mask's positions,
+/// lengths, document starts or ranges.
 #[cube]
 pub(super) fn last_key<I: Int>(
     ints: &Array<I>,

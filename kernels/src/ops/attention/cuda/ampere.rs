@@ -41,7 +41,8 @@ impl AttentionAmpere {
         dropout: bool,
         most_bytes: usize,
     ) -> Option<Self> {
-        // Scores of 32 queries and the output are in a warp's registers, and with dropout random bits.
+        // Scores of 32 queries and the output are in a warp's registers, and with dropout random
+        // bits.
         let tiles: &[[usize; 3]] = match (pass, head_dim) {
             (Pass::Forward, 64) if !dropout => &[[128, FORWARD_QUERIES, 1]],
             (Pass::Forward, _) => &[[64, FORWARD_QUERIES, 1]],
@@ -81,8 +82,8 @@ impl CudaKernel for AttentionAmpere {
         format!("#define HALF \"{half}\"\n{defined}{of_pass}{AMPERE}{shared}{source}")
     }
 
-    /// Forward: queries, a block of keys and one of values. Backward: keys and values, stages of queries,
-    /// gradients and what is known of each query, two tiles of scores, and two numbers.
+    /// Forward: queries, a block of keys and one of values. Backward: keys and values, stages of
+    /// queries, gradients and what is known of each query, two tiles of scores, and two numbers.
     fn shared_bytes(&self) -> usize {
         let row = self.head_dim * 2;
         match self.pass {
@@ -100,8 +101,8 @@ impl CudaKernel for AttentionAmpere {
     }
 }
 
-/// The kernels in bf16, for devices with this shared memory per block: those of a causal mask, and the
-/// others if `all` are asked for.
+/// The kernels in bf16, for devices with this shared memory per block: those of a causal mask, and
+/// the others if `all` are asked for.
 pub(super) fn kernels(most_bytes: usize, all: bool) -> impl Iterator<Item = AttentionAmpere> {
     let kinds = [(Mask::UpToOwn, false), (Mask::Every, false), (Mask::Documents, false), (Mask::UpToOwn, true)];
     let passes = [(Pass::Forward, 64), (Pass::Forward, 128), (Pass::Backward, 64), (Pass::Backward, 128)];
@@ -144,11 +145,11 @@ impl<R: CubeRuntime> Fused<R> {
         let arguments =
             self.sizes().into_iter().fold(arguments, Arguments::word).words(Dropout::words(self.options.dropout));
         let arguments = heads.iter().flat_map(|heads| heads.strides).fold(arguments, Arguments::word);
-        // SAFETY: heads are read and written in pieces of 16 bytes, which `Fused::new` found to be aligned,
-        // below the numbers of batches, heads and rows; what is known of rows below the number of
-        // queries; each row of the batch has a length, and each tile of tokens its documents' data.
-        // Each tile of queries of all heads has sums and a mark; a tile's are written by one block at a
-        // time, whose turn the marks tell, which are 0 before and after.
+        // SAFETY: heads are read and written in pieces of 16 bytes, which `Fused::new` found to be
+        // aligned, below the numbers of batches, heads and rows; what is known of rows below the
+        // number of queries; each row of the batch has a length, and each tile of tokens its
+        // documents' data. Each tile of queries of all heads has sums and a mark; a tile's are
+        // written by one block at a time, whose turn the marks tell, which are 0 before and after.
         unsafe { cuda::launch(x, kernel, blocks as u32, arguments) };
     }
 }

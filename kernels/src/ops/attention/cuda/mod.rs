@@ -173,8 +173,8 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     kernels.chain(paged).map(cuda::named).chain([cuda::named(Documents)])
 }
 
-/// The kernels in bf16 for Ampere and later, for devices with this shared memory per block; those of
-/// a causal mask unless `all` are asked for.
+/// The kernels in bf16 for Ampere and later, for devices with this shared memory per block; those
+/// of a causal mask unless `all` are asked for.
 pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
     ampere::kernels(most_bytes, all).map(cuda::named).chain([cuda::named(Documents)])
 }
@@ -264,8 +264,8 @@ impl<R: CubeRuntime> Fused<R> {
         };
         match self.arch {
             Arch::Sm90 => cuda::works(x, &self.kernel(pass), INSTEAD, probe),
-            // Its sources were compared with a reference by themselves; the tests of the operation have
-            // not run with them to their end.
+            // Its sources were compared with a reference by themselves; the tests of the operation
+            // have not run with them to their end.
             Arch::Sm80 if !cuda::is_forced() => false,
             Arch::Sm80 => {
                 let kernel = self.ampere_kernel(x, pass);

@@ -161,8 +161,8 @@ where
     few_rows_product_of(&x, norm.as_ref(), weight, &epilogue).map(float)
 }
 
-/// The product of few rows on Hopper with a weight as it is stored. `None` if there is no kernel for
-/// it, as without CUDA.
+/// The product of few rows on Hopper with a weight as it is stored. `None` if there is no kernel
+/// for it, as without CUDA.
 pub(crate) fn few_rows_product_of<R, B>(
     x: &CubeTensor<R>,
     norm: Option<&CubeNorm<R>>,

@@ -1,4 +1,5 @@
-//! The GEMM for Ampere and later, in CUDA C++ (`sm80/gemm.cu`): how a product is cut, and its launch.
+//! The GEMM for Ampere and later, in CUDA C++ (`sm80/gemm.cu`): how a product is cut, and its
+//! launch.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -21,12 +22,12 @@ use crate::ops::dropout::Dropout;
 const DEPTH_BYTES: usize = 64;
 pub(super) const DEPTH: usize = DEPTH_BYTES / 2;
 const WORK_BYTES: usize = 32;
-/// Shared memory that the system reserves per block: a multiprocessor has this much more than a block
-/// may take.
+/// Shared memory that the system reserves per block: a multiprocessor has this much more than a
+/// block may take.
 const RESERVED_BYTES: usize = 1 << 10;
 
-/// A tile that a block computes, and what it costs, in microseconds on an H200: a stage, the end, the
-/// parts of tiles that are cut, and each further part of one. Fitted to ten products.
+/// A tile that a block computes, and what it costs, in microseconds on an H200: a stage, the end,
+/// the parts of tiles that are cut, and each further part of one. Fitted to ten products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Tile {
     rows: usize,
@@ -255,12 +256,12 @@ impl AmperePlan {
         let words = sizes.chain(cuts).chain([bias_kind, adds.into()]);
         let arguments = words.fold(arguments.pointer(&partial).pointer(&ready), Arguments::word);
         let arguments = arguments.words(Dropout::words(dropout));
-        // SAFETY: the matrices are read in chunks of 16 bytes, which begin at multiples of these and do
-        // not cross the ends of lines, as `Traits::of` found; results, slopes and residuals are read
-        // and written below m and n, in pieces of 16 bytes of rows that are so aligned, or pairs of
-        // f32; the sums of rows over each stage below m, of which there are as many as the host made
-        // of the stages; the bias below the columns of `b`, of which the caller found it to have as
-        // many; each block has a place of its own for what it leaves of a tile.
+        // SAFETY: the matrices are read in chunks of 16 bytes, which begin at multiples of these
+        // and do not cross the ends of lines, as `Traits::of` found; results, slopes and residuals
+        // are read and written below m and n, in pieces of 16 bytes of rows that are so aligned, or
+        // pairs of f32; the sums of rows over each stage below m, of which there are as many as the
+        // host made of the stages; the bias below the columns of `b`, of which the caller found it
+        // to have as many; each block has a place of its own for what it leaves of a tile.
         unsafe { cuda::launch(a, kernel, blocks as u32, arguments) };
     }
 }

@@ -104,7 +104,8 @@ fn fits_f32(columns: usize, numbers: Numbers) -> bool {
     numbers != Numbers::SplitF32 || columns < WIDEST
 }
 
-/// The kernel for a product of `b` with `n` columns, and how it is cut; none where no tile is for it.
+/// The kernel for a product of `b` with `n` columns, and how it is cut; none where no tile is for
+/// it.
 pub(super) fn plan<R: CubeRuntime>(x: &CubeTensor<R>, traits: Traits, [m, n, k]: [usize; 3]) -> Option<HopperPlan> {
     let Traits { numbers, gated, slopes, dropout, row_sums, .. } = traits;
     // Of what has two halves all tiles are whole.

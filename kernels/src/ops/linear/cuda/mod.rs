@@ -1,6 +1,6 @@
-//! The GEMMs for [Hopper](hopper) and for [Ampere and later](ampere), in CUDA C++: for large
-//! 16-bit products, with bias, activation and residual in the same launch, and for those of f32. That
-//! for few rows is [another](few_rows).
+//! The GEMMs for [Hopper](hopper) and for [Ampere and later](ampere), in CUDA C++: for large 16-bit
+//! products, with bias, activation and residual in the same launch, and for those of f32. That for
+//! few rows is [another](few_rows).
 
 mod ampere;
 mod few_rows;
@@ -146,8 +146,9 @@ impl Traits {
         format!("#define HALF \"{}\"\n{defined}", numbers.half_name())
     }
 
-    /// Operands to try a kernel on: matrices `[rows, depth]` and `[depth, columns]`, of which half are gates' where
-    /// these are, the result, and what is behind the product, with so many sums of rows.
+    /// Operands to try a kernel on: matrices `[rows, depth]` and `[depth, columns]`, of which half
+    /// are gates' where these are, the result, and what is behind the product, with so many sums of
+    /// rows.
     fn operands<R: CubeRuntime>(
         &self,
         x: &CubeTensor<R>,
@@ -218,8 +219,8 @@ impl<R: CubeRuntime> Epilogue<R> {
         }
     }
 
-    /// Whether something is added or multiplied by, and what else is read or written, as large as the
-    /// result or as the sums of rows.
+    /// Whether something is added or multiplied by, and what else is read or written, as large as
+    /// the result or as the sums of rows.
     fn other(self) -> (bool, Option<CubeTensor<R>>) {
         match self {
             Self::Sums(adds, row_sums) => (adds, row_sums),

@@ -1,8 +1,8 @@
 // What the attention kernels for Ampere and later share: heads in memory and in shared memory, and
 // products of a warp.
 //
-// Rows of a head in shared memory are in blocks of 64 columns, `[rows, 128 bytes]` each, with chunks of
-// 16 bytes swizzled: chunk ^ row % 8.
+// Rows of a head in shared memory are in blocks of 64 columns, `[rows, 128 bytes]` each, with
+// chunks of 16 bytes swizzled: chunk ^ row % 8.
 //
 // Compiled with: HALF, HEAD_DIM (64, 128), MASK, DROPOUT (0, 1).
 
@@ -40,9 +40,10 @@ __device__ __forceinline__ void copy_rows(u32 to, const unsigned short* from, u6
     }
 }
 
-// Where a lane loads fragments from, in a tile: of rows as the left side of a product, or as the right
-// side, in which they are columns; and of rows that are K of either side. Tiles begin at multiples of
-// 128 bytes, so that the swizzle of another step along the columns differs by its bits alone.
+// Where a lane loads fragments from, in a tile: of rows as the left side of a product, or as the
+// right side, in which they are columns; and of rows that are K of either side. Tiles begin at
+// multiples of 128 bytes, so that the swizzle of another step along the columns differs by its bits
+// alone.
 struct Lane {
     u32 near, far;
 

@@ -4,18 +4,18 @@
 //
 //   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)     dV += P^T dO     dK += dS^T Q     dQ += dS K
 //
-// Eight warps share each product: those of scores and of what is left of keys 4 along the keys and 2
-// along queries or columns, those of dQ by 32 columns each. P and dS go through shared memory.
+// Eight warps share each product: those of scores and of what is left of keys 4 along the keys and
+// 2 along queries or columns, those of dQ by 32 columns each. P and dS go through shared memory.
 //
 //   copies      Q(i+1), dO(i+1)
 //   products    S(i), dP(i)        P, dS to shared memory | dV(i), dK(i), dQ(i), to memory
 //              ^ barrier: Q(i), dO(i) have arrived        ^ barrier: P(i), dS(i) are stored
 //
-// Sums of dQ are added up in f32, in memory. Equal inputs give equal bits, since the order is fixed:
-// blocks take tiles of keys by a ticket, from a head's last to its first, and each begins with the
-// first queries that see its keys. So those whose turn is before a block's are ahead of it, and nobody
-// waits for a later ticket. The first that reaches a tile of queries stores its sums, the next ones add
-// theirs, and the last one writes the tile.
+// Sums of dQ are added up in f32, in memory. Equal inputs give equal bits, since the order is
+// fixed: blocks take tiles of keys by a ticket, from a head's last to its first, and each begins
+// with the first queries that see its keys. So those whose turn is before a block's are ahead of
+// it, and nobody waits for a later ticket. The first that reaches a tile of queries stores its
+// sums, the next ones add theirs, and the last one writes the tile.
 //
 // Compiled with: KEYS (64, 128), QUERIES (64, 128), STAGES (1, 2), and what attention.cuh says.
 
@@ -29,8 +29,8 @@ constexpr int D_COLUMN_WARPS = HEAD_DIM / 32, D_QUERIES = QUERIES / (WARPS / D_C
 constexpr int KV_BYTES = KEYS * HEAD_DIM * 2, Q_BYTES = QUERIES * HEAD_DIM * 2, STATISTICS_BYTES = QUERIES * 8;
 constexpr int STAGE_BYTES = 2 * Q_BYTES + STATISTICS_BYTES, SCORES_BYTES = KEYS * QUERIES * 2;
 
-// sums += a b over STEPS times 16 of K: blocks of 16 rows and of 16 columns, whose fragments are loaded
-// a step ahead.
+// sums += a b over STEPS times 16 of K: blocks of 16 rows and of 16 columns, whose fragments are
+// loaded a step ahead.
 template <int STEPS, int LEFT, int RIGHT, class LoadLeft, class LoadRight>
 __device__ __forceinline__ void pipelined(float (&sums)[LEFT][2 * RIGHT][4], LoadLeft load_left, LoadRight load_right) {
     u32 a[2][LEFT][4], b[2][RIGHT][4];
@@ -124,8 +124,8 @@ struct Keys {
     }
 };
 
-// The tiles of keys that a tile of queries sees, in the order of their turns: from the first one down
-// to the last.
+// The tiles of keys that a tile of queries sees, in the order of their turns: from the first one
+// down to the last.
 struct Order {
     int first, last;
 
@@ -143,8 +143,8 @@ struct Order {
     }
 };
 
-// How a step's dQ is accumulated: stored first, added, or finished by the last one, with earlier sums
-// if any.
+// How a step's dQ is accumulated: stored first, added, or finished by the last one, with earlier
+// sums if any.
 enum Kind { STORE = 1, ADD, FINISH, ALONE };
 
 // One thread: waits until all tiles of keys with an earlier turn have added to a tile of queries.
@@ -163,8 +163,8 @@ __device__ __forceinline__ int await_turn(const u32* count, u32 there, const Ord
 }
 
 // Which probabilities of a lane are dropped: of its keys in 16 rows and the queries that it has in
-// blocks of 8, a bit each. A pair of keys shares random bits, and is of two lanes, 4 apart: each computes
-// those of one of its two queries in each block, for both.
+// blocks of 8, a bit each. A pair of keys shares random bits, and is of two lanes, 4 apart: each
+// computes those of one of its two queries in each block, for both.
 struct Dropped {
     // Of the first and of the second query of each block: bit 2 i of the first key, 2 i + 1 of the
     // second.

@@ -1,11 +1,12 @@
-// Attention, forward (Dao, 2023): a block keeps a tile of 128 queries, 32 for each of four warps, and
-// iterates over keys and values, the last ones first.
+// Attention, forward (Dao, 2023): a block keeps a tile of 128 queries, 32 for each of four warps,
+// and iterates over keys and values, the last ones first.
 //
 //   copies      V(i)                        K(i - 1)
 //   products           S = Q K(i)^T                    softmax, O = O * correction + P V(i)
 //               ^ K(i) has arrived          ^ V(i) has arrived
 //
-// Two blocks share a multiprocessor, so one multiplies while the other waits or computes its softmax.
+// Two blocks share a multiprocessor, so one multiplies while the other waits or computes its
+// softmax.
 //
 // Compiled with: KEYS (keys of a block, 64 or 128), and what attention.cuh says.
 

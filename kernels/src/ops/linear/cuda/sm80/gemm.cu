@@ -14,9 +14,9 @@
 // Blocks are persistent: each computes whole tiles, one after another, and copies the first stages
 // of the next one while it writes a result. The remaining tiles, too few for all blocks, are cut
 // along K into one run of equal length per block (stream-K: Osama et al., 2023). The block with the
-// end of a cut tile adds the partial sums that earlier blocks stored in `partial`, in a fixed order,
-// so equal inputs give equal bits. A block computes its runs from the last to the first, so it waits
-// only for what blocks of lower numbers do first.
+// end of a cut tile adds the partial sums that earlier blocks stored in `partial`, in a fixed
+// order, so equal inputs give equal bits. A block computes its runs from the last to the first, so
+// it waits only for what blocks of lower numbers do first.
 //
 // In shared memory a matrix that is contiguous along K has rows of DEPTH_BYTES of K; one that is
 // contiguous along M or N has blocks of 64 of these, K rows of 128 bytes each. Chunks of 16 bytes
@@ -24,28 +24,29 @@
 //
 //   rows of 128 bytes    chunk ^ row % 8              rows of 64 bytes    chunk ^ row / 2 % 4
 //
-// f32 matrices are contiguous along K, and are multiplied in TF32, which has 11 of f32's 24 bits; or,
-// if SPLIT, as three products, one after the other. Each row of `a` and `b` has its rounded numbers
-// first, whole stages of them, and then what was rounded off.
+// f32 matrices are contiguous along K, and are multiplied in TF32, which has 11 of f32's 24 bits;
+// or, if SPLIT, as three products, one after the other. Each row of `a` and `b` has its rounded
+// numbers first, whole stages of them, and then what was rounded off.
 //
 //   a  | rounded | rest |   *   b  | rounded | rest |   =   rest * rounded + rounded * rest + rounded * rounded
 //
-// Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED bytes of K
-// the sums are added to others by f32 units.
+// Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED bytes of
+// K the sums are added to others by f32 units.
 //
 // Compiled with: TF32 (1: for f32), SPLIT, HALF, ROWS, COLUMNS, DEPTH_BYTES (64, 128), WARPS_M and
-// WARPS_N (warps along the rows and columns of a tile), STAGES, BLOCKS (blocks of a multiprocessor),
-// DOUBLE (1: fragments are loaded a step ahead), A_MAJOR_M, B_MAJOR_N (1 if the matrix is contiguous
-// along M or N), OUT_F32 (1: f32 sums, which may be added to `out`), ROW_SUMS (1: also the sums of
-// each row of `a`, which is contiguous along M: f32 results), ACTIVATION (0: none; 1: GELU by tanh;
-// 2: ReLU; 3: SiLU), GATED (1: the activation is gated; `b` has all gates first, and is contiguous
-// along K), DROPOUT (1: without an activation, 16 bits), SLOPES (matrices of slopes: with an
-// activation they are written, too; without one the product is multiplied by each of them. 1, or 2
-// side by side for a gated activation; then there are as many products side by side).
+// WARPS_N (warps along the rows and columns of a tile), STAGES, BLOCKS (blocks of a
+// multiprocessor), DOUBLE (1: fragments are loaded a step ahead), A_MAJOR_M, B_MAJOR_N (1 if the
+// matrix is contiguous along M or N), OUT_F32 (1: f32 sums, which may be added to `out`), ROW_SUMS
+// (1: also the sums of each row of `a`, which is contiguous along M: f32 results), ACTIVATION (0:
+// none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation is gated; `b` has all gates
+// first, and is contiguous along K), DROPOUT (1: without an activation, 16 bits), SLOPES (matrices
+// of slopes: with an activation they are written, too; without one the product is multiplied by
+// each of them. 1, or 2 side by side for a gated activation; then there are as many products side
+// by side).
 //
-// For a gated activation, half of each warp's columns are gates, and half are what they gate: both of
-// a pair are in the same thread's sums. For the gradient an activation leaves its slopes: for a gate
-// g and its value u, these are u * activation'(g) and activation(g).
+// For a gated activation, half of each warp's columns are gates, and half are what they gate: both
+// of a pair are in the same thread's sums. For the gradient an activation leaves its slopes: for a
+// gate g and its value u, these are u * activation'(g) and activation(g).
 //
 // For the gradient of a weight, `a` is the gradient of outputs, and the sums of its rows are the
 // bias's gradient: sums over each stage, which another launch adds up. The stages are distributed
@@ -155,8 +156,8 @@ struct Loader {
     static_assert(LENGTH * DEPTH_BYTES % (16 * THREADS) == 0 && APART % 8 == 0 && (MAJOR_K || APART <= DEPTH), "copies");
     static constexpr int HALF_COLUMNS = WARP_COLUMNS / 2;
 
-    // A thread's first copy of the next stage; rows or columns from there on, 0 if there is nothing to
-    // copy.
+    // A thread's first copy of the next stage; rows or columns from there on, 0 if there is nothing
+    // to copy.
     const char* from;
     int left;
 
@@ -195,8 +196,8 @@ struct Loader {
         return line() * DEPTH_BYTES + ((chunk() ^ (DEPTH_BYTES == 128 ? line() % 8 : line() / 2 % 4)) << 4);
     }
 
-    // Copy `i` of a stage, of which `left_k` of K are in the matrix: the rest becomes 0. Rows
-    // and columns of no result stay what they were. Without branches, between which products would not
+    // Copy `i` of a stage, of which `left_k` of K are in the matrix: the rest becomes 0. Rows and
+    // columns of no result stay what they were. Without branches, between which products would not
     // be put.
     __device__ __forceinline__ void copy(int i, u32 tile, const Strides& strides, int length, int left_k) const {
         // Lines from the first copy's, and rows or columns.
@@ -216,7 +217,8 @@ using LoaderA = Loader<ROWS, !A_MAJOR_M, false>;
 using LoaderB = Loader<COLUMNS, !B_MAJOR_N, GATED>;
 static_assert(!GATED || !B_MAJOR_N && (LoaderB::APART % WARP_COLUMNS == 0 || LoaderB::HALF_COLUMNS % LoaderB::APART == 0), "gates");
 
-// Copies the stages of all works of a block, one after another, and lists the works in shared memory.
+// Copies the stages of all works of a block, one after another, and lists the works in shared
+// memory.
 struct Producer {
     static constexpr int COPIES = LoaderA::COPIES + LoaderB::COPIES;
     const Buffers& buffers;
@@ -452,9 +454,9 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
     }
 }
 #else
-// Of a matrix of 16 bits: four lanes of a row have 16 bytes of it each, of one block of eight columns.
-// Transposed, each lane has two columns of each of four blocks, as sums do. Lanes exchange words
-// also where some have none to read or to write.
+// Of a matrix of 16 bits: four lanes of a row have 16 bytes of it each, of one block of eight
+// columns. Transposed, each lane has two columns of each of four blocks, as sums do. Lanes exchange
+// words also where some have none to read or to write.
 __device__ __forceinline__ void write_row(bool there, unsigned short* to, u32 (&words)[4]) {
     transpose_words(words);
     store_if(there, to, words);
@@ -482,7 +484,8 @@ __device__ __forceinline__ float2 bias_of(const Buffers& buffers, const Info& in
     return make_float2(widen(bias[0]), widen(bias[1]));
 }
 
-// The end of a tile, four blocks of columns at a time. BIASED and ADDS are decided ahead of the loops.
+// The end of a tile, four blocks of columns at a time. BIASED and ADDS are decided ahead of the
+// loops.
 template <bool BIASED, bool ADDS>
 __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, const Info& info, const Work& work) {
     Position at(work, info);

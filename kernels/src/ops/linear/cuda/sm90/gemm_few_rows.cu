@@ -22,8 +22,8 @@
 // gates first.
 //
 // INT8: `b` has bytes, with a scale for each of its columns, by which sums are multiplied. A stage
-// has twice the depth, in as many bytes of `b`. wgmma takes the weights from registers: a lane reads
-// the pairs of bytes that it has of a tile of [64, 16], and turns them into bf16.
+// has twice the depth, in as many bytes of `b`. wgmma takes the weights from registers: a lane
+// reads the pairs of bytes that it has of a tile of [64, 16], and turns them into bf16.
 //
 // Compiled with: HALF, TOKENS (16, 32, 64, 128), WARPGROUPS (1, 2) that multiply 64 columns each,
 // SPLIT (1, 2, 4, 8), STAGES, OUT_F32 (1: the result is f32), ACTIVATION (0: none; 1: GELU by tanh;
@@ -291,7 +291,8 @@ struct Consumer {
                     const u32 chunk = (half * HALF_STEPS + k) ^ row % 8;
                     #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        // Rows `row` and eight further; columns from 2 (lane % 4) on, and eight further.
+                        // Rows `row` and eight further; columns from 2 (lane % 4) on, and eight
+                        // further.
                         unsigned short two;
                         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(two) : "r"(line + (chunk << 4) + i % 2 * (8 * ROW_BYTES) + i / 2 * 8) : "memory");
                         weights[half][k][i] = from_bytes(two);
