@@ -41,10 +41,6 @@ __device__ __forceinline__ u32 from_bytes(u32 four, u32 which) {
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
     return v;
 }
-// The scales of two adjacent rows of a weight.
-__device__ __forceinline__ float2 scales_of(const float* scales, int row) {
-    return INT8 ? *reinterpret_cast<const float2*>(scales + row) : make_float2(1, 1);
-}
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

@@ -25,7 +25,9 @@
 //   columns of 16    0  1  2  3   4  5  6  7   ..  15      four bytes a lane
 //   k of `mma`       0  1  8  9   2  3  10 11  ..          so the input is stored in this order
 //
-// Sums are multiplied by a row's scale where they are complete.
+// Sums are multiplied by a row's scale where they are complete. A block's scales are read a layer
+// ahead, into one of two sets in shared memory: read where they are needed, each took the time of
+// an access to memory, four times a layer.
 //
 // A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no
 // exchange of its own. Pages of all kv heads of all rows are shared out so that blocks take equally
@@ -59,6 +61,13 @@ using Down = Product<D_MODEL, D_FF>;
 constexpr int UP_PARTS = WARPS / (2 * Half::TILES), SQUARES = D_MODEL / 256;
 static_assert(Qkv::TILES <= WARPS && Out::TILES <= WARPS && 2 * Half::TILES <= WARPS && Half::GROUPS % UP_PARTS == 0, "tiles");
 static_assert(GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0 && BATCH % 8 == 0, "heads");
+
+// The scales of a block's rows of a layer, in this order.
+struct OwnScales {
+    static constexpr int QKV = 0, OUT = QKV + Qkv::OWN, GATE = OUT + Out::OWN, UP = GATE + Half::OWN, DOWN = UP + Half::OWN, ALL = DOWN + Down::OWN;
+    static constexpr int SET_BYTES = INT8 ? ALL * 4 : 0;
+};
+static_assert(OwnScales::ALL <= CONSUMERS, "a thread reads a scale");
 
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
@@ -105,14 +114,15 @@ constexpr int SUMS = max_of(max_of(Qkv::PARTS * BATCH * Qkv::PITCH, max_of(Out::
                             WARPS * GROUP * HEAD_DIM * 4);
 constexpr int SLOTS_0 = BATCH * max_of(CLUSTER * Qkv::OWN, CLUSTER * UP_PARTS * 2 * Half::OWN) * 4, SLOTS_1 = CLUSTER * BATCH * Out::OWN * 4;
 constexpr int OTHERS = INPUT + SUMS + SLOTS_0 + SLOTS_1 + SQUARES * BATCH * 4 + TEAMS * (GROUP + 2) * HEAD_DIM * 2 +
-    WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
+    WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 2 * OwnScales::SET_BYTES + 1024;
 constexpr int STAGES = (SHARED_BYTES - OTHERS) / STAGE;
 constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_PARTS = AT_SUMS, AT_SLOTS_0 = AT_SUMS + SUMS, AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
 constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
 constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
 constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_CUTS = AT_BEFORE + (BATCH + 1) * 4;
-constexpr int AT_WAITED = AT_CUTS + (BLOCKS + 1) * 4, AT_WALK = AT_WAITED + WARPS * 16, SHARED = AT_WALK + 16;
+constexpr int AT_WAITED = AT_CUTS + (BLOCKS + 1) * 4, AT_WALK = AT_WAITED + WARPS * 16;
+constexpr int AT_SCALES = (AT_WALK + 16 + 7) / 8 * 8, SHARED = AT_SCALES + 2 * OwnScales::SET_BYTES;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
 using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
@@ -241,6 +251,26 @@ struct Consumer {
         cluster = block / CLUSTER, rank = block % CLUSTER;
     }
     __device__ __forceinline__ u32 slots_barrier(int b) const { return base + AT_BARRIERS + 16 * STAGES + 8 * b; }
+
+    // A thread's scale of a layer.
+    __device__ __forceinline__ float read_scale(int layer) const {
+        using Own = OwnScales;
+        const Scales& all = step.scales[layer];
+        const int i = thread;
+        const float* const* of = i < Own::OUT ? &all.qkv : i < Own::GATE ? &all.out : i < Own::DOWN ? &all.up : &all.down;
+        const int row = i < Own::OUT ? cluster * Qkv::ALL + rank * Qkv::OWN + i
+            : i < Own::GATE ? cluster * Out::ALL + rank * Out::OWN + i - Own::OUT
+            : i < Own::DOWN ? cluster * Half::ALL + rank * Half::OWN + (i < Own::UP ? i - Own::GATE : i - Own::UP + D_FF)
+            : cluster * Down::ALL + rank * Down::OWN + i - Own::DOWN;
+        float scale;
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(scale) : "l"(*of + row));
+        return scale;
+    }
+    __device__ __forceinline__ float* scales_of_layer(int layer) const { return reinterpret_cast<float*>(memory + AT_SCALES) + layer % 2 * OwnScales::ALL; }
+    // The scales of two adjacent rows.
+    __device__ __forceinline__ float2 own_scales(int layer, int at) const {
+        return INT8 ? *reinterpret_cast<const float2*>(scales_of_layer(layer) + at) : make_float2(1, 1);
+    }
 
     // The columns of this block, of all rows, of one of a layer's four inputs: into shared memory.
     // With a norm: times gamma, and the squares go to the cluster.
@@ -506,11 +536,11 @@ struct Consumer {
         return rsqrtf(s / D_MODEL + EPSILON);
     }
     // To the residual stream.
-    __device__ __forceinline__ void add(u32* to, const float* scales) {
+    __device__ __forceinline__ void add(u32* to, int layer, int scales) {
         constexpr int PAIRS = Out::OWN / 2;
         const u32 row = thread / PAIRS, pair = thread % PAIRS, at = (cluster * Out::ALL + rank * Out::OWN) / 2 + pair;
         if (row >= step.rows) return;
-        const float2 s = total<Out::OWN>(AT_SLOTS_1, row, 2 * pair), scale = scales_of(scales, 2 * at);
+        const float2 s = total<Out::OWN>(AT_SLOTS_1, row, 2 * pair), scale = own_scales(layer, scales + 2 * pair);
         residual.x += s.x * scale.x, residual.y += s.y * scale.y;
         publish(to + row * (D_MODEL / 2) + at, pack(residual.x, residual.y));
     }
@@ -557,12 +587,14 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         }
     }
     const u32 turn = reinterpret_cast<volatile State*>(step.state)->turns[BATCH / 16];
+    if (INT8 && c.thread < OwnScales::ALL) c.scales_of_layer(0)[c.thread] = c.read_scale(0);
     u32 *set = step.scratch + turn * SET, *next = step.scratch + (turn + 1) % 3 * SET, *before = step.scratch + (turn + 2) % 3 * SET;
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
         c.forget();
         const Layer& layer = step.layers[l];
-        const Scales of = INT8 ? step.scales[l] : Scales{};
+        float ahead = 0;
+        if (INT8 && c.thread < OwnScales::ALL && l + 1 < N_LAYERS) ahead = c.read_scale(l + 1);
         c.arm(0, CLUSTER * Qkv::OWN + SQUARES);
         c.load<Qkv::COLUMNS, D_MODEL, true>(set + X, 0, layer.attention_norm, l == 0);
         c.products<Qkv, true>(0, c.base + AT_SLOTS_0);
@@ -575,7 +607,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
                 const float2 s = c.total<Qkv::OWN>(AT_SLOTS_0, row, 2 * pair);
                 const float f = c.factor(row);
                 const int at = (cluster * Qkv::ALL + rank * Qkv::OWN) / 2 + pair;
-                const float2 scale = scales_of(of.qkv, 2 * at);
+                const float2 scale = c.own_scales(l, OwnScales::QKV + 2 * pair);
                 publish(set + Q + row * (QKV_ROWS / 2) + at, pack(s.x * f * scale.x, s.y * f * scale.y));
             }
         }
@@ -590,7 +622,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, 1, nullptr, false);
         c.products<Out, false>(1, c.base + AT_SLOTS_1);
         c.gather(1, 0);
-        c.add(set + Y, of.out);
+        c.add(set + Y, l, OwnScales::OUT);
         c.arm(0, CLUSTER * UP_PARTS * 2 * Half::OWN + SQUARES);
         c.load<Half::COLUMNS, D_MODEL, true>(set + Y, 2, layer.feed_forward_norm, false);
         c.products_up();
@@ -604,7 +636,7 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
                 const float2 gate = total(2 * pair), up = total(Half::OWN + 2 * pair);
                 const float f = c.factor(row);
                 const int at = (cluster * Half::ALL + rank * Half::OWN) / 2 + pair;
-                const float2 of_gate = scales_of(of.up, 2 * at), of_up = scales_of(of.up, D_FF + 2 * at);
+                const float2 of_gate = c.own_scales(l, OwnScales::GATE + 2 * pair), of_up = c.own_scales(l, OwnScales::UP + 2 * pair);
                 const float g[2] = {gate.x * f * of_gate.x, gate.y * f * of_gate.y}, u[2] = {up.x * f * of_up.x, up.y * f * of_up.y};
                 publish(set + H + row * (D_FF / 2) + at, pack(gated(g[0], u[0]), gated(g[1], u[1])));
             }
@@ -621,7 +653,9 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         c.gather(1, 1);
         // What was computed behind a wait that was too long is no number.
         if (l == N_LAYERS - 1 && Watch::dead()) c.residual.x = c.residual.y = __int_as_float(0x7fc00000);
-        c.add(next + X, of.down);
+        c.add(next + X, l, OwnScales::DOWN);
+        // All have read the set's last scales, of the layer before.
+        if (INT8 && c.thread < OwnScales::ALL && l + 1 < N_LAYERS) c.scales_of_layer(l + 1)[c.thread] = ahead;
         u32* const last = set;
         set = next, next = before, before = last;
     }
