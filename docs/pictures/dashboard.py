@@ -27,7 +27,8 @@ BACKGROUND = "#1e2127"
 # By pyte's names of the terminal's colours, which are numbers where a program says 38;5;N.
 COLOURS = {"default": "#dcdfe4", "000000": BACKGROUND, "7f7f7f": "#7f848e", "cd0000": "#e06c75", "00cd00": "#7bc275",
            "cdcd00": "#e5c07b", "0000ee": "#61afef", "cd00cd": "#c678dd", "00cdcd": "#56b6c2", "e5e5e5": "#dcdfe4"}
-BOXES = {"─": "lr", "│": "ud", "┌": "rd", "┐": "ld", "└": "ru", "┘": "lu", "├": "rud", "┤": "lud", "┬": "lrd", "┴": "lru"}
+SIDES = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
+BOXES = {"─": "lr", "│": "ud", "┌": "rd", "┐": "ld", "└": "ru", "┘": "lu"}
 # Of a braille character's eight bits: column and row of the dot.
 DOTS = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]
 
@@ -81,16 +82,18 @@ def drawn(screen: pyte.Screen) -> str:
                     if ord(symbol) - 0x2800 >> bit & 1:
                         box(fore, WIDTH * (0.25 + 0.5 * column) - 1.1, HEIGHT * (0.125 + 0.25 * row) - 1.1, 2.2, 2.2)
             elif symbol in BOXES:
-                for side in BOXES[symbol]:
-                    dx, dy = {"l": (-WIDTH / 2, 0), "r": (WIDTH / 2, 0), "u": (0, -HEIGHT / 2), "d": (0, HEIGHT / 2)}[side]
-                    lines.append(f"M{left + WIDTH / 2:.2f} {top + HEIGHT / 2:.2f}l{dx:.2f} {dy:.2f}")
+                for dx, dy in (SIDES[side] for side in BOXES[symbol]):
+                    middle = f"M{left + WIDTH / 2:.2f} {top + HEIGHT / 2:.2f}"
+                    lines.append(f"{middle}l{dx * WIDTH / 2:.2f} {dy * HEIGHT / 2:.2f}")
             plain = symbol.isprintable() and not ("\u2500" <= symbol <= "\u28ff") and symbol != ""
             here = (fore, cell.bold) if plain and symbol != " " else None
             if style and (here and here != style or not plain or symbol == " " and run.endswith(" ")):
                 words = run.rstrip()
                 bold = ' font-weight="bold"' if style[1] else ""
-                texts.append(f'<text x="{MARGIN + at * WIDTH:.1f}" y="{top + 13.5:.1f}" fill="{style[0]}"{bold} '
-                             f'textLength="{len(words) * WIDTH:.1f}" lengthAdjust="spacingAndGlyphs">{escape(words)}</text>')
+                texts.append(
+                    f'<text x="{MARGIN + at * WIDTH:.1f}" y="{top + 13.5:.1f}" fill="{style[0]}"{bold} '
+                    f'textLength="{len(words) * WIDTH:.1f}" lengthAdjust="spacingAndGlyphs">{escape(words)}</text>'
+                )
                 run, style = "", None
             if here and not style:
                 at, style = x, here

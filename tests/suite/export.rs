@@ -240,7 +240,7 @@ fn what_cannot_be_exported_is_refused_in_one_line() {
         assert!(!out.exists() && !out.with_extension("partial").exists());
     };
     trained(&at("letters"), TokenizerKind::Char);
-    refused(&at("letters"), &["letters", "model is WordLevel", "only BPE"]);
+    refused(&at("letters"), &["letters", "model is WordLevel", "not BPE"]);
     refused(&folder("gguf/qwen2.gguf"), &["qwen2.gguf", "already a GGUF file"]);
     refused(&folder("bert"), &["bert", "an encoder"]);
     refused(&folder("llama"), &["tokenizer.json"]);

@@ -53,7 +53,10 @@ impl Settings<'_> {
     fn vocabulary(&self) -> Result<(Vocabulary, Vec<String>), DataError> {
         let model = &self.state["model"];
         if model["type"] != "BPE" {
-            return Err(cannot(format!("its model is {}, and only BPE can be", kind(model))));
+            let model = kind(model);
+            return Err(cannot(format!(
+                "its model is {model}, not BPE: train with a tokenizer of `fireclay tokenizer train`"
+            )));
         }
         for name in ["dropout", "continuing_subword_prefix", "end_of_word_suffix"] {
             let value = &model[name];
