@@ -58,7 +58,7 @@ def screen_after(seconds: float, command: list[str]) -> pyte.Screen:
 def drawn(screen: pyte.Screen) -> str:
     """The screen as SVG: blocks, braille dots and box lines as shapes, everything else as text."""
     shapes: dict[str, list[str]] = {}
-    lines, texts = [], []
+    lines, labels = [], []
     for y in range(LINES):
         run, at, style = "", 0, None
         for x in range(COLUMNS + 1):
@@ -90,7 +90,7 @@ def drawn(screen: pyte.Screen) -> str:
             if style and (here and here != style or not plain or symbol == " " and run.endswith(" ")):
                 words = run.rstrip()
                 bold = ' font-weight="bold"' if style[1] else ""
-                texts.append(
+                labels.append(
                     f'<text x="{MARGIN + at * WIDTH:.1f}" y="{top + 13.5:.1f}" fill="{style[0]}"{bold} '
                     f'textLength="{len(words) * WIDTH:.1f}" lengthAdjust="spacingAndGlyphs">{escape(words)}</text>'
                 )
@@ -106,7 +106,7 @@ def drawn(screen: pyte.Screen) -> str:
         f'<rect width="100%" height="100%" rx="6" fill="{BACKGROUND}"/>',
         *(f'<path fill="{colour}" d="{"".join(paths)}"/>' for colour, paths in shapes.items()),
         f'<path stroke="{COLOURS["7f7f7f"]}" fill="none" d="{"".join(lines)}"/>',
-        *texts,
+        *labels,
         "</svg>\n",
     ])
 
