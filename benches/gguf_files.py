@@ -4,8 +4,9 @@
     pip install gguf numpy
     python3 benches/gguf_files.py OUTPUT_FOLDER [q8_0 q4_0 q4_k_m f16 bf16]
 
-A file has a tokenizer of single bytes and tokens that no text has. Blocks of q4_k_m are of any bits, with Q6_K where llama.cpp's
-files of that name have it: the table, and the values and second feed-forward matrices of half of the layers.
+A file has a tokenizer of single bytes and tokens that no text has. Blocks of q4_k_m are of any
+bits, with Q6_K where llama.cpp's files of that name have it: the table, and the values and second
+feed-forward matrices of half of the layers.
 """
 
 import sys

@@ -6,8 +6,9 @@
     python3 benches/loss_curve.py ours bf16.jsonl f32.jsonl
     python3 benches/loss_curve.py torch TEXT TOKENIZER [--seeds 1,2,3] [--steps 200]
 
-PyTorch's runs have the same shape, rates, decay and clipping, with weights and batches of their own, alike in both dtypes; it needs torch and
-tokenizers. A JSON line for each pair: the mean and the largest magnitude of a step's difference, and the mean of the last quarter's.
+PyTorch's runs have the same shape, rates, decay and clipping, with weights and batches of their
+own, alike in both dtypes; it needs torch and tokenizers. A JSON line for each pair: the mean and
+the largest magnitude of a step's difference, and the mean of the last quarter's.
 """
 
 import argparse
@@ -26,10 +27,18 @@ RATE, LEAST_RATE, WARM_UP, BATCH, LENGTH, LAYERS = 6e-4, 6e-5, 20, 16, 1024, 12
 def show(name, half, full):
     differences = [a - b for a, b in zip(half, full, strict=True)]
     magnitudes, last = [abs(difference) for difference in differences], differences[-max(1, len(differences) // 4):]
-    print(json.dumps({
-        "what": f"loss in bf16 against f32, {name}", "steps": len(differences), "mean": sum(magnitudes) / len(magnitudes),
-        "largest": max(magnitudes), "last_quarter": sum(last) / len(last),
-    }), flush=True)
+    print(
+        json.dumps(
+            {
+                "what": f"loss in bf16 against f32, {name}",
+                "steps": len(differences),
+                "mean": sum(magnitudes) / len(magnitudes),
+                "largest": max(magnitudes),
+                "last_quarter": sum(last) / len(last),
+            }
+        ),
+        flush=True,
+    )
 
 
 def ours(path):
@@ -49,7 +58,10 @@ def losses(ids, half, seed):
             torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS))
         elif name.endswith("bias"):
             torch.nn.init.zeros_(parameter)
-    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)]
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     run = torch.compile(model)
     draw = torch.Generator(device="cuda").manual_seed(1000 + seed)

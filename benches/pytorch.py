@@ -6,8 +6,9 @@
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py kernels"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
 
-Needs `pip install torch`. On a GPU training is bf16 under autocast with torch.compile, decoding bf16 with a static cache and
-torch.compile's CUDA graphs; on a CPU training is f32, eager: what a PyTorch user would do for speed.
+Needs `pip install torch`. On a GPU training is bf16 under autocast with torch.compile, decoding
+bf16 with a static cache and torch.compile's CUDA graphs; on a CPU training is f32, eager: what a
+PyTorch user would do for speed.
 """
 
 import json
@@ -36,9 +37,9 @@ def wait():
 
 
 def seconds(work, repeats=5 if GPU else 20):
-    """Seconds of a call, timed as `fireclay bench` times ours: some calls first, then the median of runs of as many calls as
-    take a quarter of a second, waited for once behind all. A GPU that computes for so long has another clock than one that
-    rests between calls."""
+    """Seconds of a call, timed as `fireclay bench` times ours: some calls first, then the median of
+    runs of as many calls as take a quarter of a second, waited for once behind all. A GPU that
+    computes for so long has another clock than one that rests between calls."""
 
     def run(calls):
         begin = time.perf_counter()
@@ -61,7 +62,9 @@ class GptBlock(nn.Module):
         self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
 
     def forward(self, x):
-        heads = [part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)]
+        heads = [
+            part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        ]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=self.dropout)
         x = x + F.dropout(self.project(attended.transpose(1, 2).flatten(-2)), self.dropout)
         hidden = F.gelu(self.up(self.norm_2(x)), approximate="tanh")
@@ -227,13 +230,22 @@ def kernels():
         (8192, 8192, 8192), (16384, 768, 2304), (16384, 768, 768), (16384, 768, 3072), (16384, 3072, 768),
         (65536, 768, 3072), (65536, 3072, 768), (16384, 768, 50304), (768, 16384, 3072), (3072, 16384, 768),
     ]  # fmt: skip
-    for name, dtype, precision in [("bf16", BF16, "high"), ("tf32", torch.float32, "high"), ("f32", torch.float32, "highest")]:
+    for name, dtype, precision in [
+        ("bf16", BF16, "high"),
+        ("tf32", torch.float32, "high"),
+        ("f32", torch.float32, "highest"),
+    ]:
         torch.set_float32_matmul_precision(precision)
         for m, k, n in products:
             a, b = random(m, k, dtype=dtype), random(k, n, dtype=dtype)
             show(f"gemm {name}", f"cuBLAS {m}x{k}x{n}", 2e-12 * m * k * n / seconds(lambda: a @ b), "TFLOP/s")
     torch.set_float32_matmul_precision("high")
-    for batch, heads, length, head_dim in [(16, 12, 1024, 64), (64, 12, 1024, 64), (4, 16, 4096, 128), (1, 16, 16384, 128)]:
+    for batch, heads, length, head_dim in [
+        (16, 12, 1024, 64),
+        (64, 12, 1024, 64),
+        (4, 16, 4096, 128),
+        (1, 16, 16384, 128),
+    ]:
         case = f"{batch}x{heads}x{length}x{head_dim}"
         tflop = 2e-12 * batch * heads * length**2 * head_dim
         qkv = [random(batch, heads, length, head_dim).requires_grad_() for _ in range(3)]
@@ -271,7 +283,10 @@ def main():
     names = sys.argv[1:]
     known = [name for name in names if name in PARTS or name.partition(":")[0] in [*TRAINING, "prefill"]]
     if not names or known != names:
-        sys.exit(f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *PARTS])}; to train also NAME:BATCH, and prefill:LENGTH")
+        sys.exit(
+            f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *PARTS])}; "
+            "to train also NAME:BATCH, and prefill:LENGTH"
+        )
     for name in names:
         name, _, number = name.partition(":")
         if name in TRAINING:

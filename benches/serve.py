@@ -3,8 +3,9 @@
     python3 benches/serve.py http://127.0.0.1:8000 [--clients 32] [--prompt 512] [--tokens 128] [--requests 4]
     python3 benches/serve.py --peer MODEL_DIR [..]      # transformers' generate_batch in bf16; needs PyTorch
 
-Each client asks for one answer after another; prompts are random tokens, each its own, and answers have no end but their length where
-the model has random weights. Prints a JSON object: tokens written a second over the whole time, and the time to the first token.
+Each client asks for one answer after another; prompts are random tokens, each its own, and answers
+have no end but their length where the model has random weights. Prints a JSON object: tokens
+written a second over the whole time, and the time to the first token.
 """
 
 import argparse
@@ -36,9 +37,15 @@ def percentile(values, share):
 async def ask(prompt, tokens):
     """Tokens that came, and the time to the first piece of text and between the pieces."""
     target = urlsplit(args.url)
-    body = json.dumps({
-        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
-    })
+    body = json.dumps(
+        {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection(target.hostname, target.port, limit=1 << 20)
     writer.write((
@@ -92,7 +99,12 @@ def peer():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     tokens = sum(len(answer.generated_tokens) for answer in answers.values())
-    return {"what": "transformers generate_batch", "tokens_per_second": tokens / seconds, "seconds": seconds, "tokens": tokens}
+    return {
+        "what": "transformers generate_batch",
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+    }
 
 
 shape = {"clients": args.clients, "prompt_tokens": args.prompt, "answer_tokens": args.tokens, "requests": COUNT}

@@ -32,11 +32,11 @@ fn main() -> Result<(), Failure> {
         }
     }
     let held_out = trainer.validate(10_000)?.loss;
-    println!("held-out loss {held_out:.3} nats a token");
+    println!("held-out loss {held_out:.3} nats per token");
 
     let folder = Path::new("target/language_model");
     trainer.save(folder)?;
-    curves("Stories", ["step", "loss, nats a token"], &[Curve::new("training", losses)])?
+    curves("Stories", ["step", "loss, nats per token"], &[Curve::new("training", losses)])?
         .save(&folder.join("loss.svg"))?;
 
     let generator = Generator::<B>::open(folder, Precision::F32, device)?;

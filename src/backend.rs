@@ -81,7 +81,8 @@ impl BackendName {
         let absent = || {
             let name = self.as_str();
             Failure::new(format!(
-                "backend {name} is not built into this binary: build it with `cargo build --release --features {feature}`"
+                "backend {name} is not built into this binary: build it with `cargo build --release --features \
+                 {feature}`"
             ))
         };
         match self {
@@ -207,8 +208,9 @@ impl FoundBackend {
         }
     }
 
-    /// Runs `work`, which uses an output of [`run`](Self::run), on a suitable thread, and does not wait for the device. On the
-    /// CPU that is a thread of the pool: from outside, each operation would wake two threads and wait for them.
+    /// Runs `work`, which uses an output of [`run`](Self::run), on a suitable thread, and does not
+    /// wait for the device. On the CPU that is a thread of the pool: from outside, each operation
+    /// would wake two threads and wait for them.
     pub fn enter<R: Send>(self, work: impl FnOnce() -> R + Send) -> R {
         match self.0 {
             BackendName::Cpu => rayon::scope(|_| work()),

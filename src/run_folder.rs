@@ -64,8 +64,8 @@ impl RunFolder {
         let shown = path.display();
         if let Some((step, _)) = checkpoints(path).last() {
             return Err(Failure::new(format!(
-                "{shown} already holds a run, at step {step}: resume it with `fireclay train --resume --out {shown}`, or \
-                 choose another --out"
+                "{shown} already holds a run, at step {step}: resume it with `fireclay train --resume --out \
+                 {shown}`, or choose another --out"
             )));
         }
         if let Some(file) = model_file(path) {

@@ -145,11 +145,13 @@ impl Tokenizer {
         } else {
             merged
         };
+        let of_bytes =
+            json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
         Self::from_json(&json!({
             "version": "1.0",
             "model": { "type": "BPE", "vocab": vocabulary, "merges": [] },
-            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
-            "decoder": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+            "pre_tokenizer": of_bytes,
+            "decoder": of_bytes,
             "added_tokens": [],
         }))
     }

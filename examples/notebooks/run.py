@@ -3,8 +3,9 @@
     python run.py                    runs all of this folder, and compares what each cell shows with what is committed
     python run.py --write 1-tour     runs one, and writes its outputs into it
 
-A notebook fails on an error, on anything on standard error (evcxr reports a panic there and goes on), and where a cell
-shows nothing of a kind, text or picture, that it has shown before. What the text says is for the notebook's own asserts.
+A notebook fails on an error, on anything on standard error (evcxr reports a panic there and goes
+on), and where a cell shows nothing of a kind, text or picture, that it has shown before. What the
+text says is for the notebook's own asserts.
 """
 
 import sys
@@ -42,7 +43,9 @@ def run(path, write):
     before = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     begun = time.time()
-    client = NotebookClient(notebook, timeout=CELL_SECONDS, allow_errors=True, resources={"metadata": {"path": str(HERE)}})
+    client = NotebookClient(
+        notebook, timeout=CELL_SECONDS, allow_errors=True, resources={"metadata": {"path": str(HERE)}}
+    )
     client.execute()
     failures = []
     for number, (old, new) in enumerate(zip(before.cells, notebook.cells), 1):

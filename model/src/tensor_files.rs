@@ -199,8 +199,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Reads the rows of a matrix as they are stored, in the model's order, each into `words_each` words of its own, the
-    /// last filled with zeros. `progress` is told the bytes of each piece.
+    /// Reads the rows of a matrix as they are stored, in the model's order, each into `words_each`
+    /// separate words, the last filled with zeros. `progress` gets the bytes of each piece.
     ///
     /// # Errors
     /// If the file system fails.

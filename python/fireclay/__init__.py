@@ -4,8 +4,8 @@
 >>> model = fireclay.load("runs/stories", backend="cpu")  # doctest: +SKIP
 >>> model.generate("Once", max_tokens=20)  # doctest: +SKIP
 
-Calls release the GIL while they compute, and Ctrl-C interrupts them. Errors are :class:`fireclay.Error`. Nothing is printed: notices go
-to the logger ``fireclay``.
+Calls release the GIL while they compute, and Ctrl-C interrupts them. Errors are
+:class:`fireclay.Error`. Nothing is printed: notices go to the logger ``fireclay``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ Path_ = str | os.PathLike[str]
 BackendName = Literal["cpu", "cuda", "vulkan", "wgpu"]
 Precision = Literal["f32", "tf32", "bf16", "f16", "int8"]
 Event = dict[str, Any]
-"""An event of a run, in the format of ``metrics.jsonl``: ``event`` is ``train``, ``valid``, ``sample``, ``confusions`` or ``warning``."""
+"""An event of a run, in the format of ``metrics.jsonl``: ``event`` is ``train``, ``valid``,
+``sample``, ``confusions`` or ``warning``."""
 
 
 def load(
@@ -66,8 +67,8 @@ def load(
 ) -> Model:
     """Load a model: a folder in the layout of the hub, a ``.gguf`` file, or ``OWNER/NAME``, which is downloaded once.
 
-    ``backend`` defaults to the fastest one available. ``precision`` is the data type of matrices and activations, ``cache_dtype`` that
-    of the KV cache.
+    ``backend`` defaults to the fastest one available. ``precision`` is the data type of matrices
+    and activations, ``cache_dtype`` that of the KV cache.
     """
     _cuda.prepare()
     return _native.load(model, backend=backend, precision=precision, cache_dtype=cache_dtype)
@@ -78,7 +79,8 @@ class Run:
     """A finished run."""
 
     path: Path
-    """The run folder: the model in the layout of the hub, checkpoints in ``training/``, ``metrics.jsonl`` and ``loss.svg``."""
+    """The run folder: the model in the layout of the hub, checkpoints in ``training/``,
+    ``metrics.jsonl`` and ``loss.svg``."""
     summary: dict[str, Any]
     """The last line of ``train --json``: ``valid_loss``, ``tokens_per_second`` and so on."""
 
@@ -116,8 +118,9 @@ def train(
 ) -> Run:
     """Train a model, as ``fireclay train`` does, from a recipe (a name or a file) with changed settings.
 
-    ``overrides`` are keys of the recipe, such as ``steps=100``, or with their section ``training__steps=100``. ``on_event`` is called with
-    each event, on this thread. An exception in it stops the run, as Ctrl-C does; the exception is raised once the run is saved, and
+    ``overrides`` are keys of the recipe, such as ``steps=100``, or with their section
+    ``training__steps=100``. ``on_event`` is called with each event, on this thread. An exception in
+    it stops the run, as Ctrl-C does; the exception is raised once the run is saved, and
     ``train(resume=FOLDER)`` continues the run.
     """
     _cuda.prepare()
@@ -172,7 +175,17 @@ def profile(
     """Profile training, generation or prediction, as ``fireclay profile`` does. ``print`` shows the table."""
     _cuda.prepare()
     return _native._profile(
-        what, recipe, data, model, prompt, None if utterances is None else list(utterances), batch, precision, backend, count, warm_up
+        what,
+        recipe,
+        data,
+        model,
+        prompt,
+        None if utterances is None else list(utterances),
+        batch,
+        precision,
+        backend,
+        count,
+        warm_up,
     )
 
 

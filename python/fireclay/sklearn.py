@@ -68,7 +68,8 @@ class IntentSlotClassifier:
         slots = [[] for _ in utterances] if slots is None else slots
         if not len(utterances) == len(intents) == len(slots) or len(utterances) < 2:
             raise UsageError(
-                f"{len(utterances)} utterances, {len(intents)} intents and {len(slots)} lists of slots: give the same number of each, at least two"
+                f"{len(utterances)} utterances, {len(intents)} intents and {len(slots)} lists of slots: "
+                "give the same number of each, at least two"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="fireclay-")
         folder = Path(self._folder.name)

@@ -172,7 +172,9 @@ impl Model {
     }
 
     /// Answers a conversation.
-    #[pyo3(signature = (messages, *, stream = false, details = false, tools = None, template_variables = None, **keywords))]
+    #[pyo3(signature = (
+        messages, *, stream = false, details = false, tools = None, template_variables = None, **keywords
+    ))]
     #[allow(clippy::too_many_arguments)] // Python's keywords.
     fn chat<'py>(
         &self,

@@ -90,8 +90,8 @@ pub(crate) fn _profile(
         _ => {
             return Err(usage(
                 py,
-                "profile(\"train\", recipe=..), profile(\"generate\", model=.., prompt=..) or profile(\"predict\", model=.., \
-                 utterances=..)",
+                "profile(\"train\", recipe=..), profile(\"generate\", model=.., prompt=..) or profile(\"predict\", \
+                 model=.., utterances=..)",
             ));
         }
     };

@@ -215,7 +215,8 @@ pub(crate) struct Trainer {
 impl Trainer {
     #[new]
     #[pyo3(signature = (
-        recipe = None, *, task = None, data = None, field = None, init = None, precision = None, backend = None, **overrides
+        recipe = None, *, task = None, data = None, field = None, init = None, precision = None, backend = None,
+        **overrides
     ))]
     #[allow(clippy::too_many_arguments)] // Python's keywords.
     fn new(

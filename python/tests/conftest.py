@@ -43,7 +43,14 @@ def command() -> Callable[..., list[dict[str, Any]]]:
     return run
 
 
-SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 2, "batch_size": 4, "valid_tokens": 500, "final_valid_tokens": 500}
+SMALL: dict[str, Any] = {
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 2,
+    "batch_size": 4,
+    "valid_tokens": 500,
+    "final_valid_tokens": 500,
+}
 
 
 @pytest.fixture(scope="session")

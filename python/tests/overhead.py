@@ -46,7 +46,17 @@ def main() -> None:
     model.generate(PROMPT, max_tokens=TOKENS)
     for _ in range(TURNS):
         # Random weights may generate a stop token early, so rates use the actual number of tokens.
-        theirs = command(program, "generate", "--model", str(folder / "model"), "--prompt", PROMPT, "--max-tokens", str(TOKENS), *common)
+        theirs = command(
+            program,
+            "generate",
+            "--model",
+            str(folder / "model"),
+            "--prompt",
+            PROMPT,
+            "--max-tokens",
+            str(TOKENS),
+            *common,
+        )
         rates["command"].append(theirs["decode_tokens_per_second"])
         begun = time.perf_counter()
         ours = model.generate(PROMPT, max_tokens=TOKENS, details=True)
@@ -74,7 +84,10 @@ def main() -> None:
             rates["step"].append(tokens / (time.perf_counter() - begun))
     medians = {name: statistics.median(found) for name, found in rates.items()}
     print(f"generate: command {medians['command']:.1f} tokens/s, Python {medians['generate']:.1f}", end="; ")
-    print(f"{100 * (1 - medians['generate'] / medians['command']):+.2f}% slower, and the call itself {medians['call']:.2f}%")
+    print(
+        f"{100 * (1 - medians['generate'] / medians['command']):+.2f}% slower, "
+        f"and the call itself {medians['call']:.2f}%"
+    )
     print(f"step: command {medians['train']:.0f} tokens/s, Python {medians['step']:.0f}", end="; ")
     print(f"{100 * (1 - medians['step'] / medians['train']):+.2f}% slower")
     print({name: [round(value, 2) for value in found] for name, found in rates.items()})

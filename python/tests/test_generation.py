@@ -22,7 +22,10 @@ def written(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     [
         ({"temperature": 0.0}, ["--temperature", "0"]),
         ({"seed": 7}, ["--seed", "7"]),
-        ({"top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}, ["--top-k", "5", "--top-p", "0.9", "--repetition-penalty", "1.2"]),
+        (
+            {"top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2},
+            ["--top-k", "5", "--top-p", "0.9", "--repetition-penalty", "1.2"],
+        ),
         ({"stop": ["."]}, ["--stop", "."]),
     ],
 )
@@ -36,7 +39,9 @@ def test_a_text_is_the_command_lines(
     assert "".join(model.stream("There was", max_tokens=20, **options)) == wanted["text"]
 
 
-def test_several_prompts_are_the_command_lines(model: fireclay.Model, stories: Path, command: Command, tmp_path: Path) -> None:
+def test_several_prompts_are_the_command_lines(
+    model: fireclay.Model, stories: Path, command: Command, tmp_path: Path
+) -> None:
     prompts = ["There was", "Once", "There"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
     lines = command("generate", "--model", str(stories), "--prompts", str(tmp_path / "prompts"), "--max-tokens", "12")
@@ -60,7 +65,9 @@ def test_tokens_become_the_text_again(model: fireclay.Model) -> None:
     assert model.tokenizer.vocab_size == model.config["vocab_size"]
 
 
-def test_perplexity_is_the_command_lines(model: fireclay.Model, stories: Path, command: Command, tmp_path: Path) -> None:
+def test_perplexity_is_the_command_lines(
+    model: fireclay.Model, stories: Path, command: Command, tmp_path: Path
+) -> None:
     text = "There was a potter.\n" * 30
     (tmp_path / "text.txt").write_text(text)
     [wanted] = written(command("evaluate", "--model", str(stories), "--data", str(tmp_path / "text.txt")))

@@ -64,7 +64,12 @@ def test_settings_are_refused_by_their_names(tmp_path: Path) -> None:
 def test_settings_keep_their_types(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a text about clay, fire and water. " * 200)
     trainer = fireclay.Trainer(
-        "shakespeare-char-cpu", data=tmp_path / "data", backend=BACKEND, training__learning_rate=1e-3, tokenizer="byte", **SMALL
+        "shakespeare-char-cpu",
+        data=tmp_path / "data",
+        backend=BACKEND,
+        training__learning_rate=1e-3,
+        tokenizer="byte",
+        **SMALL,
     )
     assert trainer.recipe["training"]["learning_rate"] == 1e-3
     assert trainer.recipe["data"]["tokenizer"] == "byte"

@@ -164,8 +164,8 @@ mod tests {
     #[test]
     fn a_change_within_the_repeats_is_noise() {
         let then = lines(
-            r#"no line
-            {"event":"bench","what":"train x","case":"B=16 T=8","value":100.0,"unit":"tokens/s","min":95.0,"max":105.0}"#,
+            "no line\n{\"event\":\"bench\",\"what\":\"train x\",\"case\":\"B=16 T=8\",\"value\":100.0,\
+             \"unit\":\"tokens/s\",\"min\":95.0,\"max\":105.0}",
         );
         assert_eq!(compare(&measured(&[104.0, 108.0, 112.0], "tokens/s"), &then).map(|now| now.noise), Some(true));
         let slower = compare(&measured(&[50.0], "tokens/s"), &then).expect("the same case");

@@ -129,7 +129,8 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         let command = quoted.collect::<Vec<String>>().join(" ");
         stdout::line(format!("`fireclay {command}`, on {}:\n", options.device));
         stdout::line(
-            "| what | case | median | least to most | of what the hardware allows | peer; ratio |\n|---|---|---|---|---|---|",
+            "| what | case | median | least to most | of what the hardware allows | peer; ratio |\n\
+             |---|---|---|---|---|---|",
         );
     }
     let Some(peer) = &args.peer else {

@@ -62,7 +62,7 @@ pub(super) fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
         }));
     } else {
         stdout::line(format!(
-            "perplexity {:.4} a token ({:.4} nats), {:.4} bits a byte; {} tokens at {speed:.0}/s",
+            "perplexity {:.4} ({:.4} nats per token), {:.4} bits per byte; {} tokens at {speed:.0}/s",
             evaluation.perplexity(),
             evaluation.loss,
             evaluation.bits_per_byte(),

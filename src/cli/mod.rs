@@ -112,3 +112,52 @@ fn stop_on_device_panics() {
         default(panic);
     }));
 }
+
+#[cfg(all(test, feature = "serve"))]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// The words of a line of shell, without its comment.
+    fn words(line: &str) -> Vec<String> {
+        let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None::<char>);
+        for letter in line.chars() {
+            match (quote, letter) {
+                (Some(open), _) if letter == open => quote = None,
+                (Some(_), _) => word.get_or_insert_default().push(letter),
+                (None, '\'' | '"') => {
+                    word.get_or_insert_default();
+                    quote = Some(letter);
+                }
+                (None, ' ') => words.extend(word.take()),
+                (None, '#') if word.is_none() => break,
+                (None, _) => word.get_or_insert_default().push(letter),
+            }
+        }
+        words.extend(word);
+        words
+    }
+
+    #[test]
+    fn every_command_in_the_documents_parses() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let docs = std::fs::read_dir(root.join("docs")).expect("a folder").map(|entry| entry.expect("readable").path());
+        let files = docs.chain([root.join("README.md")]);
+        let mut commands = 0;
+        for file in files.filter(|file| file.extension().is_some_and(|extension| extension == "md")) {
+            let text = std::fs::read_to_string(&file).expect("readable").replace("\\\n", " ");
+            let blocks = text.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
+            for line in blocks.flat_map(str::lines) {
+                let words = words(line);
+                let Some(from) = words.iter().position(|word| word == "fireclay") else { continue };
+                let command = words[from..].iter().take_while(|word| !matches!(word.as_str(), "|" | ">" | "<"));
+                if let Err(error) = Cli::try_parse_from(command) {
+                    panic!("{}: {line}\n{error}", file.display());
+                }
+                commands += 1;
+            }
+        }
+        assert!(commands > 50, "only {commands} commands were found");
+    }
+}

@@ -80,7 +80,8 @@ pub(super) fn prepare(args: PrepareArgs) -> Result<ExitCode, Failure> {
         _ => format!("{:.1} MB/s", rate / 1e6),
     };
     let each = bytes as f64 / tokens.max(1) as f64;
-    eprintln!("{out}: {tokens} tokens of {documents} documents, {each:.2} bytes each; {how}");
+    let plural = if documents == 1 { "" } else { "s" };
+    eprintln!("{out}: {tokens} tokens of {documents} document{plural}, {each:.2} bytes each; {how}");
     eprintln!("Train on them: fireclay train RECIPE --data {out}");
     Ok(ExitCode::SUCCESS)
 }

@@ -477,9 +477,9 @@ mod tests {
         } } }]);
         let dialogue = Dialogue { tools, ..spoken(&[said("user", "x")]) };
         let text = template.render(&dialogue).expect("renders");
-        let wanted = "{\"type\": \"function\", \"function\": {\"name\": \"kiln\", \"parameters\": {\"type\": \"object\", \
-                      \"properties\": {\"heat\": {\"type\": \"number\"}}, \"required\": [\"heat\"], \"x\": \"<é'\\\"\"}}}x \
-                      False{\n  \"a\": [\n    1,\n    2.5\n  ]\n}";
+        let wanted = "{\"type\": \"function\", \"function\": {\"name\": \"kiln\", \"parameters\": {\"type\": \
+                      \"object\", \"properties\": {\"heat\": {\"type\": \"number\"}}, \"required\": [\"heat\"], \
+                      \"x\": \"<é'\\\"\"}}}x False{\n  \"a\": [\n    1,\n    2.5\n  ]\n}";
         assert_eq!(text, wanted);
         assert!(template.knows("tools") && !template.knows("documents"));
     }

@@ -109,8 +109,8 @@ impl OnBackend for EvaluationRun {
 /// 1,024) that are `stride` tokens apart (default: half a window).
 ///
 /// # Errors
-/// If the sizes are invalid for the model, the text has fewer than two tokens or tokens that are not in the vocabulary, or the
-/// device fails.
+/// If the sizes are invalid for the model, the text has fewer than two tokens or tokens that are not
+/// in the vocabulary, or the device fails.
 pub fn evaluate<B: Backend>(
     model: &Transformer<B>,
     tokenizer: &Tokenizer,
@@ -189,8 +189,8 @@ fn measure<B: Backend>(
     loss += read_scalars(waiting)?.iter().sum::<f64>();
     if !loss.is_finite() {
         return Err(Failure::new(format!(
-            "the loss is {loss}: the model's weights are damaged, or its values overflow in bf16 or f16 (then --precision f32 \
-             helps)"
+            "the loss is {loss}: the model's weights are damaged, or its values overflow in bf16 or f16 (then \
+             --precision f32 helps)"
         )));
     }
     Ok(Evaluation { loss, tokens: targets, bytes, elapsed: begun.elapsed() })

@@ -31,8 +31,10 @@ pub struct Prediction {
 impl Prediction {
     /// As a JSON object, for `text`.
     pub fn json(&self, text: &str) -> Value {
-        let span = |span: &PredictedSpan| json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text });
-        let spans: Vec<Value> = self.spans.iter().map(span).collect();
+        let spans = self.spans.iter().map(|PredictedSpan { slot, start, end, text }| {
+            json!({ "slot": slot, "start": start, "end": end, "text": text })
+        });
+        let spans: Vec<Value> = spans.collect();
         json!({ "text": text, "intent": self.intent, "probability": self.probability, "spans": spans })
     }
 }

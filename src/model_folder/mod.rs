@@ -87,10 +87,12 @@ const TEXT_FILES: [&str; 7] = [
     "merges.txt",
 ];
 
-/// Writes a plain model folder with the adapter of `source` merged into its weights, and tokenizer, chat template and end tokens.
+/// Writes a plain model folder with the adapter of `source` merged into its weights, and tokenizer,
+/// chat template and end tokens.
 ///
 /// # Errors
-/// If `out` holds a model, a file of the model or the adapter is missing or damaged, they do not fit, or the file system refuses.
+/// If `out` holds a model, a file of the model or the adapter is missing or damaged, they do not fit,
+/// or the file system refuses.
 pub fn merge<B: Backend>(source: &ModelSource, out: &Path, device: &B::Device) -> Result<(), Failure> {
     if let Some(file) = model_file(out) {
         return Err(Failure::new(format!("{} already holds a model, {file}: choose another --out", out.display())));

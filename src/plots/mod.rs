@@ -5,7 +5,7 @@
 //! use fireclay::plots::{Curve, curves};
 //!
 //! let loss = Curve::new("training", [(0.0, 4.2), (100.0, 2.5), (200.0, 1.9)]);
-//! let picture = curves("Loss", ["step", "nats a token"], &[loss])?;
+//! let picture = curves("Loss", ["step", "nats per token"], &[loss])?;
 //! assert!(picture.as_str().starts_with("<svg"));
 //! # Ok::<(), fireclay::Failure>(())
 //! ```

@@ -6,8 +6,10 @@ use super::{Profile, Row, verdicts};
 use crate::failure::Failure;
 use crate::plots::{Dot, Roof, roofline};
 
-const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:#222;background:#fff}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}pre{overflow-x:auto;font-size:12px;line-height:1.45;background:#f6f6f4;padding:1rem}
+const STYLE: &str = "\
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:#222;background:#fff}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
+pre{overflow-x:auto;font-size:12px;line-height:1.45;background:#f6f6f4;padding:1rem}
 li{margin:.3rem 0}svg{max-width:100%;height:auto}.flame rect{stroke:#fff}.flame rect:hover{opacity:.75}";
 
 pub(super) fn page(profile: &Profile) -> Result<String, Failure> {
@@ -18,9 +20,11 @@ pub(super) fn page(profile: &Profile) -> Result<String, Failure> {
     let verdicts = if verdicts.is_empty() { "<p>No findings.</p>".into() } else { format!("<ul>{verdicts}</ul>") };
     let _ = write!(
         page,
-        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\
-         <title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1><h2>Verdicts</h2>{verdicts}\
-         <h2>Flame graph</h2><p>One {} from left to right: parts of the model, their operations, and kernels. Hover over a box for details.</p>{}",
+        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\">\
+         <title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1><h2>Findings</h2>{verdicts}\
+         <h2>Flame graph</h2><p>One {} from left to right: parts of the model, their operations, and kernels. \
+         Hover over a box for details.</p>{}",
         profile.unit,
         flame(profile)
     );
@@ -98,7 +102,8 @@ fn flame(profile: &Profile) -> String {
     }
     let depth = tiles.iter().map(|tile| tile.depth + 1).max().unwrap_or(0);
     let mut svg = format!(
-        "<svg class=\"flame\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {}\" font-family=\"sans-serif\" font-size=\"12\">",
+        "<svg class=\"flame\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {}\" \
+         font-family=\"sans-serif\" font-size=\"12\">",
         depth * HEIGHT
     );
     for Tile { depth, start, width, name, title } in tiles.into_iter().filter(|tile| tile.width * WIDTH >= 0.5) {
@@ -109,7 +114,8 @@ fn flame(profile: &Profile) -> String {
         let hue = name.bytes().fold(7u32, |hue, byte| hue.wrapping_mul(31).wrapping_add(byte.into())) % 360;
         let _ = write!(
             svg,
-            "<g><title>{}</title><rect x=\"{x:.2}\" y=\"{y}\" width=\"{wide:.2}\" height=\"{HEIGHT}\" fill=\"hsl({hue},55%,78%)\"/>\
+            "<g><title>{}</title>\
+             <rect x=\"{x:.2}\" y=\"{y}\" width=\"{wide:.2}\" height=\"{HEIGHT}\" fill=\"hsl({hue},55%,78%)\"/>\
              <text x=\"{:.2}\" y=\"{}\" fill=\"#222\" pointer-events=\"none\">{}</text></g>",
             escaped(&title),
             x + 4.0,

@@ -9,6 +9,7 @@ mod trace;
 mod verdicts;
 
 use std::path::Path;
+use std::time::Duration;
 
 use fireclay_kernels::recorder::{Memory, Report, Source};
 use serde_json::{Value, json};
@@ -78,20 +79,25 @@ impl Profile {
 
     /// Table and totals as one JSON object.
     pub fn to_json(&self) -> Value {
-        let idle = idle(&self.report);
+        let peaks = self.ceilings.peaks.map(|peaks| json!({ "half": peaks.half, "single": peaks.single }));
+        let idle = idle(&self.report).map(|idle| {
+            let host = |(what, time): (String, Duration)| json!({ "host": what, "seconds": time.as_secs_f64() });
+            idle.by.into_iter().map(host).collect::<Vec<_>>()
+        });
+        let verdict = |verdict: &Verdict| json!({ "kind": verdict.kind.name(), "text": verdict.text });
         json!({
             "event": "profile", "name": self.name, "unit": self.unit, "count": self.count, "device": self.device,
             "seconds": self.seconds, "recorded_seconds": self.recorded_seconds(),
             "source": self.report.source.to_string(),
             "ceilings": {
                 "bytes_per_second": self.ceilings.bytes_per_second,
-                "flops_per_second": self.ceilings.peaks.map(|peaks| json!({ "half": peaks.half, "single": peaks.single })),
+                "flops_per_second": peaks,
             },
             "memory": self.memory.map(|memory| json!({ "in_use": memory.in_use, "reserved": memory.reserved })),
             "busy": self.busy(),
-            "idle": idle.map(|idle| idle.by.into_iter().map(|(what, time)| json!({ "host": what, "seconds": time.as_secs_f64() })).collect::<Vec<_>>()),
+            "idle": idle,
             "rows": self.rows().iter().map(Row::to_json).collect::<Vec<_>>(),
-            "verdicts": verdicts(self).iter().map(|verdict| json!({ "kind": verdict.kind.name(), "text": verdict.text })).collect::<Vec<_>>(),
+            "verdicts": verdicts(self).iter().map(verdict).collect::<Vec<_>>(),
             "report": serde_json::from_str::<Value>(&self.report.to_json()).unwrap_or_default(),
         })
     }

@@ -60,14 +60,18 @@ impl Row {
     }
 
     pub(super) fn to_json(&self) -> Value {
-        let kernel = |kernel: &KernelReport| json!({ "name": kernel.name, "launches": kernel.launches, "seconds": kernel.time.map(|time| time.as_secs_f64()) });
+        let seconds = |time: Option<Duration>| time.map(|time| time.as_secs_f64());
+        let kernels = self.kernels.iter().map(|KernelReport { name, launches, time }| {
+            let seconds = seconds(*time);
+            json!({ "name": name, "launches": launches, "seconds": seconds })
+        });
         json!({
             "part": self.part, "op": self.op, "calls": self.calls, "launches": self.launches,
             "inputs": self.inputs.iter().map(Operand::to_string).collect::<Vec<_>>(),
-            "seconds": self.time.map(|time| time.as_secs_f64()), "share": self.share,
+            "seconds": seconds(self.time), "share": self.share,
             "bytes_per_second": self.bytes_per_second, "flops_per_second": self.flops_per_second,
             "ceiling": self.ceiling.map(|(share, bound)| json!({ "share": share, "bound": bound.name() })),
-            "kernels": self.kernels.iter().map(kernel).collect::<Vec<_>>(),
+            "kernels": kernels.collect::<Vec<_>>(),
         })
     }
 }

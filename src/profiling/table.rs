@@ -114,9 +114,9 @@ impl Profile {
         let known = |value: Option<u64>| value.map_or("unknown".into(), |value| number(value as f64 / count));
         let copies = |copies: Option<Copies>, told: u64, told_bytes: u64| match copies {
             Some(copies) => {
-                format!("{} of {}", number(copies.count as f64 / count), shown_bytes(copies.bytes as f64 / count))
+                format!("{} ({})", number(copies.count as f64 / count), shown_bytes(copies.bytes as f64 / count))
             }
-            None => format!("{} of {} told of", number(told as f64 / count), shown_bytes(told_bytes as f64 / count)),
+            None => format!("{} ({})", number(told as f64 / count), shown_bytes(told_bytes as f64 / count)),
         };
         let sum = |of: &[fireclay_kernels::recorder::Transfers]| {
             of.iter().fold((0, 0), |sum, one| (sum.0 + one.count, sum.1 + one.bytes))

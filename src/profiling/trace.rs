@@ -25,7 +25,8 @@ pub(super) fn trace(profile: &Profile) -> Value {
         let inputs = op.and_then(|op| report.ops.get(op));
         let inputs = inputs.map(|op| op.inputs.iter().map(|input| input.to_string()).collect::<Vec<_>>().join(", "));
         events.push(json!({
-            "ph": "X", "pid": 1, "tid": thread, "name": name, "ts": micros(start), "dur": micros(end.saturating_sub(start)),
+            "ph": "X", "pid": 1, "tid": thread, "name": name,
+            "ts": micros(start), "dur": micros(end.saturating_sub(start)),
             "args": { "operation": op_name(op), "inputs": inputs },
         }));
     };

@@ -320,7 +320,8 @@ impl Recipe {
         }
         if let (Some(adapter), AdapterKind::None) = (&self.init_adapter, training.adapter) {
             return Err(Failure::usage(format!(
-                "{} is an adapter, and training.adapter is none: continue it with --set adapter=lora, or merge it first",
+                "{} is an adapter, and training.adapter is none: continue it with --set adapter=lora, or merge it \
+                 first",
                 adapter.display()
             )));
         }

@@ -176,7 +176,8 @@ impl<'a> Answers<'a> {
                     Finish::Length => "length",
                     Finish::NotANumber => {
                         return Err(ApiError::server(
-                            "the model's logits are NaN: its weights are damaged, or its values overflow in bf16 or f16",
+                            "the model's logits are NaN: its weights are damaged, or its values overflow in bf16 or \
+                             f16",
                         ));
                     }
                     Finish::Filter => return Err(ApiError::grammar()),

@@ -77,8 +77,8 @@ impl Language {
         if !recipe.data.resize_embedding {
             let (file, model) = (file.display(), model.display());
             return Err(Failure::usage(format!(
-                "{file} is not the tokenizer of {model}, whose embedding knows other tokens: leave the tokenizer out, or \
-                 --set resize_embedding=true to give each token that {model} does not know a new row"
+                "{file} is not the tokenizer of {model}, whose embedding knows other tokens: leave the tokenizer \
+                 out, or --set resize_embedding=true to give each token that {model} does not know a new row"
             )));
         }
         let rows = wanted.tokens_of(&known);

@@ -202,8 +202,8 @@ impl Recipe {
         self
     }
 
-    /// Downloads data and the initial model if they are names on the hub, and replaces the names with paths. A run that has
-    /// `begun` needs no initial model.
+    /// Downloads data and the initial model if they are names on the hub, and replaces the names
+    /// with paths. A run that has `begun` needs no initial model.
     ///
     /// # Errors
     /// If a download fails.

@@ -18,7 +18,7 @@ pub(crate) fn draw(folder: &Path) -> Result<(), Failure> {
     if losses.iter().all(|curve| curve.points.is_empty()) {
         return Ok(());
     }
-    curves("", ["step", "loss, nats a token"], &losses)?.save(&folder.join(CHART))
+    curves("", ["step", "loss, nats per token"], &losses)?.save(&folder.join(CHART))
 }
 
 /// Plots the intent confusions to the folder's `confusion.svg`.

@@ -119,8 +119,10 @@ impl Event {
             }
             Self::Sampled { step, text } => json!({ "event": "sample", "step": step, "text": text }),
             Self::Confused { step, confusions } => {
-                let confusion = |(expected, predicted, count): &(String, String, usize)| json!({ "expected": expected, "predicted": predicted, "count": count });
-                let confusions: Vec<Value> = confusions.iter().map(confusion).collect();
+                let confusions = confusions.iter().map(|(expected, predicted, count)| {
+                    json!({ "expected": expected, "predicted": predicted, "count": count })
+                });
+                let confusions: Vec<Value> = confusions.collect();
                 json!({ "event": "confusions", "step": step, "confusions": confusions })
             }
             Self::Warned { step, text } => json!({ "event": "warning", "step": step, "text": text }),

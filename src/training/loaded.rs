@@ -37,8 +37,8 @@ pub trait LoadedTrainer: Send {
     /// One optimizer step over `batch`, or over the next rows of the recipe's data. Does not wait for the device.
     ///
     /// # Errors
-    /// If the task is not a language, rows exceed the context, tokens are not in the vocabulary, all targets are ignored, or
-    /// the data cannot be read.
+    /// If the task is not a language, rows exceed the context, tokens are not in the vocabulary, all
+    /// targets are ignored, or the data cannot be read.
     fn step(&mut self, batch: Option<TokenBatch>) -> Result<StepTaken, Failure>;
 
     /// Validates on about `tokens` tokens of the recipe's held-out data.

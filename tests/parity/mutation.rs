@@ -1,8 +1,8 @@
 //! Checks that some test fails for every kind of wrong result.
 //!
-//! `kernels/src/mutation.rs` corrupts one tensor of one method's result. This runs the tests of this binary with each of
-//! these corruptions in turn, the quickest first among those that compute the result, until one
-//! fails. Which methods there are is read from the operations' traits.
+//! `kernels/src/mutation.rs` corrupts one tensor of one method's result. For each such corruption,
+//! this runs the tests of this binary that compute the result, the quickest first, until one fails.
+//! The methods are read from the operations' traits.
 //!
 //! The parity binary covers all methods but [`IN_THE_SUITE`], the suite's binary these.
 

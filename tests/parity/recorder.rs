@@ -149,7 +149,10 @@ backend_test!(work_belongs_to_its_operation::<B>(device) {
             report.ops.iter().for_each(|op| sum += op.work);
             assert_eq!(sum, report.total, "{report}");
             assert!(report.ops.iter().all(|op| op.work.launches.is_some_and(|launches| launches > 0)), "{report}");
-            assert!(report.ops.iter().all(|op| op.work.kernel_time.is_some_and(|time| time > Duration::ZERO)), "{report}");
+            assert!(
+                report.ops.iter().all(|op| op.work.kernel_time.is_some_and(|time| time > Duration::ZERO)),
+                "{report}"
+            );
             assert_eq!(report.op("activate").and_then(|op| op.work.launches), Some(1), "{report}");
             assert_eq!(report.outside.launches, Some(3), "{report}");
             let kernels = report.kernels.as_ref().expect("known");

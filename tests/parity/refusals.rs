@@ -323,7 +323,8 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
             window,
         }
     };
-    let caches = |pages, heads| vec![LayerCache::<B>::new(pages, 64, heads, CacheDType::Float(FloatDType::F32), &make.0)];
+    let caches =
+        |pages, heads| vec![LayerCache::<B>::new(pages, 64, heads, CacheDType::Float(FloatDType::F32), &make.0)];
     let op = "decode_step";
     let new = |other, window| DecodePlan::new(model(other, window), &caches(3, heads));
     refused(op, &["window of no keys"], || new(heads, Some(0)));
@@ -369,7 +370,9 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
 backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     let make = Make::<B>(device);
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
-    let new = |pages, page_tokens, heads| LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(FloatDType::F32), &make.0);
+    let new = |pages, page_tokens, heads| {
+        LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(FloatDType::F32), &make.0)
+    };
     let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
     let row = |pages: &[u32], tokens, keys| CachedRow { pages: pages.into(), tokens, keys };
     let at = |rows: &[CachedRow]| CachedTokens::<B>::new(rows.to_vec(), None, &make.0);
@@ -397,9 +400,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
         refused(op, &["or none"], || call(half, here(), new(3, 4, heads)));
         let rotated = Placement { rotary: Some(make.table(10, 5)), ..bare() };
         refused(op, &["cosines [10, 5]"], || call(rotated, here(), new(3, 4, heads)));
-        let with = |options| {
-            cached_attention(qkv(), heads, bare(), options, &here(), &mut new(3, 4, heads))
-        };
+        let with = |options| cached_attention(qkv(), heads, bare(), options, &here(), &mut new(3, 4, heads));
         refused(op, &["softcap of Some(0.0)"], || with(options.with_softcap(Some(0.0))));
         let dropped = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });
         refused(op, &["dropout"], || with(options.with_dropout(dropped)));
@@ -528,9 +529,15 @@ backend_test!(the_optimizer_refuses_what_does_not_fit::<B>(device) {
         copy: None,
     };
     let step = |one: AdamWParameter<B>| optimizer_step(vec![good(), one], &adamw);
-    refused("optimizer_step", &["gradient [5]", "value [6]"], || step(AdamWParameter { gradient: make.float([5]), ..good() }));
-    refused("optimizer_step", &["first moment [7]"], || step(AdamWParameter { first_moment: make.float([7]), ..good() }));
-    refused("optimizer_step", &["second moment [1]"], || step(AdamWParameter { second_moment: make.float([1]), ..good() }));
+    refused("optimizer_step", &["gradient [5]", "value [6]"], || {
+        step(AdamWParameter { gradient: make.float([5]), ..good() })
+    });
+    refused("optimizer_step", &["first moment [7]"], || {
+        step(AdamWParameter { first_moment: make.float([7]), ..good() })
+    });
+    refused("optimizer_step", &["second moment [1]"], || {
+        step(AdamWParameter { second_moment: make.float([1]), ..good() })
+    });
     refused("optimizer_step", &["copy [5]"], || step(AdamWParameter { copy: Some(make.float([5])), ..good() }));
     if let Some(dtype) = make.half() {
         let value = make.float([6]).cast(dtype);
@@ -543,9 +550,12 @@ backend_test!(the_optimizer_refuses_what_does_not_fit::<B>(device) {
 });
 
 backend_test!(ids_out_of_range_count_as_the_last::<B>(device) {
-    let table = Tensor::<B, 2>::from_data(TensorData::new((0..15).map(|x| x as f32).collect::<Vec<_>>(), [5, 3]), &device);
+    let table =
+        Tensor::<B, 2>::from_data(TensorData::new((0..15).map(|x| x as f32).collect::<Vec<_>>(), [5, 3]), &device);
     let bytes: Vec<f32> = (0..20).map(|x| x as f32).collect();
-    let bytes = QuantizedWeight::<B>::quantize(Format::Int8, &bytes, [5, 4], &device).expect("the device works").expect("rows of multiples of four");
+    let bytes = QuantizedWeight::<B>::quantize(Format::Int8, &bytes, [5, 4], &device)
+        .expect("the device works")
+        .expect("rows of multiples of four");
     let ids = |values: [i32; 4]| Tensor::<B, 2, Int>::from_data([values], &device);
     let (outside, last) = (ids([-1, 5, i32::MIN, i32::MAX]), ids([4, 4, 4, 4]));
     for table in [Weight::from(table), Weight::Quantized(bytes)] {
@@ -621,7 +631,9 @@ backend_test!(logits_that_are_no_numbers_draw_minus_one::<B>(device) {
                 let counted: f32 = counts.written.sum().into_data().iter::<f32>().sum();
                 match row {
                     1 => assert_eq!((drawn, counted), (-1, 0.0), "{vocabulary} {sampling:?}"),
-                    _ => assert!((0..vocabulary as i64).contains(&drawn) && counted == 1.0, "{vocabulary} {sampling:?}"),
+                    _ => {
+                        assert!((0..vocabulary as i64).contains(&drawn) && counted == 1.0, "{vocabulary} {sampling:?}")
+                    }
                 }
             }
         }

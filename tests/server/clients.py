@@ -1,7 +1,7 @@
 """Asks a running server by frameworks that many programs are made with: `clients.py URL`.
 
-The model is that of `models.py`, whose words make no sense: what is asked for by a grammar is well formed, and all else has to
-end. Each check fails with what was found.
+The model is that of `models.py`, whose words make no sense: what is asked for by a grammar is well
+formed, and all else has to end. Each check fails with what was found.
 """
 
 import asyncio
@@ -87,10 +87,16 @@ def a_plain_request():
         messages=[{"role": "system", "content": "You fire pots."}, {"role": "user", "content": "Hello."}],
     )
     assert chat.choices[0].message.content == text.output_text and chat.usage.prompt_tokens == usage.input_tokens
-    events = list(client.responses.create(
-        model=MODEL, instructions="You fire pots.", input=[{"role": "user", "content": [{"type": "input_text", "text": "Hello."}]}],
-        max_output_tokens=20, extra_body={"seed": 7}, stream=True,
-    ))
+    events = list(
+        client.responses.create(
+            model=MODEL,
+            instructions="You fire pots.",
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "Hello."}]}],
+            max_output_tokens=20,
+            extra_body={"seed": 7},
+            stream=True,
+        )
+    )
     assert [event.sequence_number for event in events] == list(range(len(events)))
     names = [event.type.removeprefix("response.") for event in events if event.type != "response.output_text.delta"]
     assert names == [
@@ -102,11 +108,19 @@ def a_plain_request():
 
     # JSON of a schema, whole and in pieces.
     parsed = client.responses.parse(
-        model=MODEL, input="Fire it.", text_format=Firing, max_output_tokens=MOST, extra_body={"logit_bias": BIAS, "seed": 1},
+        model=MODEL,
+        input="Fire it.",
+        text_format=Firing,
+        max_output_tokens=MOST,
+        extra_body={"logit_bias": BIAS, "seed": 1},
     )
     assert parsed.status == "completed" and isinstance(parsed.output_parsed, Firing), parsed
     with client.responses.stream(
-        model=MODEL, input="Fire it.", text_format=Firing, max_output_tokens=MOST, extra_body={"logit_bias": BIAS, "seed": 1},
+        model=MODEL,
+        input="Fire it.",
+        text_format=Firing,
+        max_output_tokens=MOST,
+        extra_body={"logit_bias": BIAS, "seed": 1},
     ) as stream:
         assert any(event.type == "response.output_text.done" and event.parsed for event in stream)
         assert stream.get_final_response().output_parsed == parsed.output_parsed
@@ -131,7 +145,12 @@ def a_plain_request():
         "output_item.done", "completed",
     ]
     assert events[3].delta == events[4].arguments == call.arguments and events[4].name == "fire"
-    thought = {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "It is cold."}]}
+    thought = {
+        "id": "rs_1",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "It is cold."}],
+    }
     told = client.responses.create(
         model=MODEL, tools=tools, max_output_tokens=5,
         input=[
@@ -150,16 +169,26 @@ def a_plain_request():
 
     # What cannot be followed is refused by its own name.
     for settings, param in [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"conversation": "conv_1"}, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"max_output_tokens": 10**6}, "input"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"), ({"metadata": {"a": 1}}, "metadata"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"max_output_tokens": 10**6}, "input"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"metadata": {"a": 1}}, "metadata"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "pot"}}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tools": tools, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
-        ({"input": []}, "input"), ({"input": "long " * 9000}, "input"), ({"extra_body": {"response_format": {}}}, "response_format"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": []}, "input"),
+        ({"input": "long " * 9000}, "input"),
+        ({"extra_body": {"response_format": {}}}, "response_format"),
     ]:
         try:
             client.responses.create(**({"model": MODEL, "input": "x", "max_output_tokens": 2} | settings))
@@ -249,7 +278,9 @@ async def by_pydantic_ai():
         # Words, whole and as a stream; and both again with what was said before.
         agent = pydantic_ai.Agent(model, model_settings=settings | {"max_tokens": 30})
         first = await agent.run("Hello.")
-        async with agent.run_stream("And now?", message_history=result.all_messages() + first.all_messages()) as streamed:
+        async with agent.run_stream(
+            "And now?", message_history=result.all_messages() + first.all_messages()
+        ) as streamed:
             assert await streamed.get_output()
 
 
@@ -294,7 +325,9 @@ def by_langchain():
         words = model.bind_tools([load]).invoke([*said, called, answer])
         assert isinstance(words, AIMessage)
         streamed = None
-        for piece in model.bind_tools([load], tool_choice="any").stream([*said, called, answer, words, HumanMessage("Again.")]):
+        for piece in model.bind_tools([load], tool_choice="any").stream(
+            [*said, called, answer, words, HumanMessage("Again.")]
+        ):
             streamed = piece if streamed is None else streamed + piece
         assert json.loads(json.dumps(streamed.tool_calls[0]["args"]))["firing"], streamed
 

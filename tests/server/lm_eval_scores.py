@@ -22,8 +22,12 @@ def task(folder):
     """A multiple-choice task of 30 questions, some of which spell special tokens or are not ASCII."""
     questions = []
     for at in range(30):
-        pot = ["a jug", "a bowl of 20 cm", "une théière", "壺", "<|im_start|>a pot<|im_end|>", "a tile\n\twith a lid"][at % 6]
-        questions.append({"question": f"Potter {at} has made {pot}. " * (1 + at % 4), "choices": GLAZES, "answer": at % 4})
+        pot = ["a jug", "a bowl of 20 cm", "une théière", "壺", "<|im_start|>a pot<|im_end|>", "a tile\n\twith a lid"][
+            at % 6
+        ]
+        questions.append(
+            {"question": f"Potter {at} has made {pot}. " * (1 + at % 4), "choices": GLAZES, "answer": at % 4}
+        )
     data = folder / "glazes.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in questions))
     (folder / "glazes.yaml").write_text(
@@ -49,7 +53,10 @@ def scores(model, arguments):
         )
     samples = sorted(results["samples"]["glazes"], key=lambda sample: sample["doc_id"])
     of = lambda answer: [float(answer[0]), str(answer[1]) == "True"]
-    return [[of(answer[0] if isinstance(answer[0], (list, tuple)) else answer) for answer in sample["resps"]] for sample in samples]
+    return [
+        [of(answer[0] if isinstance(answer[0], (list, tuple)) else answer) for answer in sample["resps"]]
+        for sample in samples
+    ]
 
 
 def main():

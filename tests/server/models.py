@@ -3,8 +3,9 @@ same with room for long conversations, and an encoder.
 
     python3 tests/server/models.py FOLDER    # makes FOLDER/chat, FOLDER/agent and FOLDER/encoder
 
-They need nothing but Python. The chat model is a Llama of bytes whose template is in the manner of Qwen's; what it says makes no
-sense, but its tokens, its template and its grammar are those of a real one.
+They need nothing but Python. The chat model is a Llama of bytes whose template is in the manner of
+Qwen's; what it says makes no sense, but its tokens, its template and its grammar are those of a
+real one.
 """
 
 import json
@@ -98,7 +99,11 @@ def chat(folder, width=32, layers=2, hidden=64, heads=4, vocab=264, context=1024
         "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
         "mlp_bias": False, "bos_token_id": None, "eos_token_id": 257, "torch_dtype": "float32",
     }
-    shapes = {"model.embed_tokens.weight": [vocab, width], "model.norm.weight": [width], "lm_head.weight": [vocab, width]}
+    shapes = {
+        "model.embed_tokens.weight": [vocab, width],
+        "model.norm.weight": [width],
+        "lm_head.weight": [vocab, width],
+    }
     for layer in range(layers):
         block = f"model.layers.{layer}"
         shapes |= {
@@ -137,10 +142,15 @@ def encoder(folder, width=32, layers=2, hidden=64, vocab=264, context=128):
         shapes |= norm(f"{block}.output.LayerNorm")
     around = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-                   {"SpecialToken": {"id": "[SEP]", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
+        ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in [("[CLS]", 259), ("[SEP]", 260)]},
+        "special_tokens": {
+            name: {"id": name, "ids": [id], "tokens": [name]} for name, id in [("[CLS]", 259), ("[SEP]", 260)]
+        },
     }
     save(folder, config, drawn(2, shapes, 0.2), tokenizer(around), {})
 

@@ -1,4 +1,5 @@
-"""Asks a running server by OpenAI's own Python client: `openai_client.py KIND URL`, KIND being chat, stories or encoder.
+"""Asks a running server by OpenAI's own Python client: `openai_client.py KIND URL`, KIND being
+chat, stories or encoder.
 
 Each check fails with what was found. A server that asks for a key has to have it in OPENAI_API_KEY.
 """
@@ -46,9 +47,13 @@ def whole(stream):
 
 def chat():
     answer = say()
-    assert answer.object == "chat.completion" and answer.model == MODEL and answer.choices[0].message.role == "assistant"
+    assert (
+        answer.object == "chat.completion" and answer.model == MODEL and answer.choices[0].message.role == "assistant"
+    )
     usage = answer.usage
-    assert usage.completion_tokens in range(1, 25) and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert (
+        usage.completion_tokens in range(1, 25) and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    )
     same = say()
     assert same.choices[0].message.content == answer.choices[0].message.content
     assert say(seed=8).choices[0].message.content != answer.choices[0].message.content
@@ -148,7 +153,10 @@ TOOLS = [
 
 
 def tools():
-    for choice, names in [("required", {"heat_to", "hold"}), ({"type": "function", "function": {"name": "hold"}}, {"hold"})]:
+    for choice, names in [
+        ("required", {"heat_to", "hold"}),
+        ({"type": "function", "function": {"name": "hold"}}, {"hold"}),
+    ]:
         answer = say(tools=TOOLS, tool_choice=choice, max_completion_tokens=100).choices[0]
         (call,) = answer.message.tool_calls
         assert answer.finish_reason == "tool_calls" and answer.message.content is None
@@ -197,9 +205,13 @@ def stories():
     choice = answer.choices[0]
     assert answer.object == "text_completion" and choice.finish_reason == "length" and len(choice.text) > 20, choice
     assert answer.usage.completion_tokens == 20
-    streamed = client.completions.create(model=MODEL, prompt="There was once a", max_tokens=20, temperature=0, stream=True)
+    streamed = client.completions.create(
+        model=MODEL, prompt="There was once a", max_tokens=20, temperature=0, stream=True
+    )
     assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
-    both = client.completions.create(model=MODEL, prompt=["There was once a", "There was"], max_tokens=9, n=2, temperature=0)
+    both = client.completions.create(
+        model=MODEL, prompt=["There was once a", "There was"], max_tokens=9, n=2, temperature=0
+    )
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert choice.text.startswith(both.choices[0].text) and both.choices[2].text == both.choices[3].text
     echoed = client.completions.create(model=MODEL, prompt="There was once a", max_tokens=20, temperature=0, echo=True)
@@ -230,7 +242,9 @@ def encoder():
     refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x" * 500), "input")
     short = client.embeddings.create(model=MODEL, input="x", dimensions=3).data[0].embedding
     assert len(short) == 3 and abs(sum(value * value for value in short) - 1) < 1e-6
-    refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x", dimensions=9999), "dimensions")
+    refused(
+        openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x", dimensions=9999), "dimensions"
+    )
     refused(openai.BadRequestError, say)
 
 

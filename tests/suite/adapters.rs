@@ -100,7 +100,10 @@ backend_test!(a_model_with_adapters_is_the_one_with_merged_weights::<B>(device) 
 backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>(device) {
     let dtypes = [FloatDType::F32, FloatDType::BF16];
     for dtype in dtypes.into_iter().filter(|dtype| B::supports_dtype(&device, DType::from(*dtype))) {
-        let model = model::<B>(&device).with_quantized_matrices(Format::Int8).expect("the device works").with_activations(dtype);
+        let model = model::<B>(&device)
+            .with_quantized_matrices(Format::Int8)
+            .expect("the device works")
+            .with_activations(dtype);
         let model = adapted(model, true, &device).with_trained(|path| path.contains(".adapter."));
         let mut model = model.with_copies();
         let before = loss(&model.valid(), &device);
@@ -179,7 +182,8 @@ backend_test!(backward_computes_no_gradient_of_a_frozen_weight::<B>(device) {
     let rows = 2 * 15;
     // One product for each frozen weight, and two for each matrix of an adapter.
     let product = |size: usize| 2 * rows * size as u64;
-    let of_linear = |[d_output, d_input]: [usize; 2]| product(d_output * d_input) + 2 * product(RANK * (d_output + d_input));
+    let of_linear =
+        |[d_output, d_input]: [usize; 2]| product(d_output * d_input) + 2 * product(RANK * (d_output + d_input));
     let dims: Vec<[usize; 2]> = linears(&mut model).map(|linear| linear.base.dims()).collect();
     let all: u64 = dims.iter().map(|dims| of_linear(*dims)).sum();
     // Nothing before the first adapter is trained.
@@ -190,12 +194,14 @@ backend_test!(backward_computes_no_gradient_of_a_frozen_weight::<B>(device) {
 backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
     let trained = |path: &str| path.starts_with("blocks.1.") || path == "final_norm.gamma";
     let mut model = model::<B>(&device).with_trained(trained);
-    let first: Vec<_> = named_parameters(&model).into_iter().map(|(path, _, _, value)| (path, values(&value.inner()))).collect();
+    let first: Vec<_> =
+        named_parameters(&model).into_iter().map(|(path, _, _, value)| (path, values(&value.inner()))).collect();
     // Trained parameters have the same gradients as if all were trained.
     let whole = self::model::<B>(&device);
     let of_whole = ParameterGradients::take(&whole, loss(&whole, &device).backward()).into_inner();
     let names: Vec<String> = named_parameters(&whole).into_iter().map(|(path, ..)| path).collect();
-    let wanted: Vec<_> = names.iter().zip(of_whole).filter(|(path, _)| trained(path)).map(|(_, gradient)| gradient).collect();
+    let wanted: Vec<_> =
+        names.iter().zip(of_whole).filter(|(path, _)| trained(path)).map(|(_, gradient)| gradient).collect();
     let gradients = ParameterGradients::take(&model, loss(&model, &device).backward());
     let given = gradients.clone().into_inner();
     assert_eq!(given.len(), wanted.len());

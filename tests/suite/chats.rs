@@ -50,8 +50,9 @@ fn turns(turns: &[(&str, &str)]) -> Value {
     turns.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect()
 }
 
-const CHATML: &str = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}\
-                      {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
+const CHATML: &str = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' \
+                      -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif \
+                      -%}";
 
 #[test]
 fn labels_are_those_of_trl() {
@@ -118,8 +119,8 @@ fn a_mask_begins_and_ends_with_its_turn() {
     let end = tokenizer().token_id("<|im_end|>").expect("a control token");
     assert_eq!(one.tokens.iter().filter(|token| **token == end).count(), 2);
     // No token crosses into a turn: generation begins with a token of its own.
-    let plain = "{%- for m in messages -%}{{- m.role + ': ' + m.content + ('</s>' if m.role == 'assistant' else '\n') -}}\
-                 {%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}";
+    let plain = "{%- for m in messages -%}{{- m.role + ': ' + m.content + ('</s>' if m.role == 'assistant' else \
+                 '\n') -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}";
     let one = &examples(plain, &[json!({ "messages": turns(&[("user", "a"), ("assistant", "kiln")]) })])
         .expect("examples")[0];
     assert_eq!(supervised(one), ["kiln</s>"]);
@@ -173,7 +174,8 @@ backend_test!(a_packed_row_has_the_loss_of_its_sequences_apart::<B>(device) {
             let count = batch.targets().iter().filter(|target| **target != IGNORED_TARGET).count();
             assert_eq!(count, 10);
             let on_device = batch.to_device::<B>(&device);
-            let tokens = Tokens::from(on_device.inputs).with_document_starts(on_device.document_starts.expect("starts"));
+            let tokens =
+                Tokens::from(on_device.inputs).with_document_starts(on_device.document_starts.expect("starts"));
             let loss: Tensor<B, 1> = model.loss(model.forward(tokens), on_device.targets, HeadLossOptions::new());
             values(&loss)[0]
         };

@@ -199,7 +199,7 @@ fn a_trained_model_is_evaluated_and_talked_to() {
     let (loss, perplexity) = (done["loss"].as_f64().expect("a loss"), done["perplexity"].as_f64().expect("a number"));
     assert!(loss > 0.5 && loss < 4.0 && (loss.exp() / perplexity - 1.0).abs() < 1e-6, "{done}");
     assert_eq!(done["bytes"], 40 * 36);
-    assert!(String::from_utf8_lossy(&evaluate(&[]).stdout).contains("bits a byte"));
+    assert!(String::from_utf8_lossy(&evaluate(&[]).stdout).contains("bits per byte"));
     assert_refused(&evaluate(&["--context", "100000"]), 2, &["--context", "the model's own"]);
     assert_refused(&evaluate(&["--stride", "0"]), 2, &["--stride"]);
 

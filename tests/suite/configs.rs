@@ -198,6 +198,7 @@ backend_test!(norms_of_the_oldest_checkpoints_are_found_by_their_old_names::<B>(
     fs::write(&path, safetensors::serialize(older, None).expect("a file")).expect("writable");
     let again = files.load::<B>(&device)?;
     let ids = || Tensor::<B, 2, Int>::from_data([[0, 1, 2, 3]], &device);
-    let [ours, wanted] = [&again, &model].map(|model| model.forward(ids()).into_data().iter::<f32>().collect::<Vec<_>>());
+    let [ours, wanted] =
+        [&again, &model].map(|model| model.forward(ids()).into_data().iter::<f32>().collect::<Vec<_>>());
     assert_eq!(ours, wanted);
 });

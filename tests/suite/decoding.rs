@@ -77,7 +77,9 @@ backend_test!(a_cache_is_for_its_model_with_its_weights_and_for_its_own_rows::<B
     assert_eq!(own.dims(), [1, 32]);
     read(&model.clone(), row);
     refused("belongs to another model", || read(&other, row));
-    refused("or other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
+    refused("or other weights", || {
+        read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row)
+    });
     let mut copies = model.clone();
     copies.put_copies(Default::default());
     refused("or other weights", || read(&copies, row));
@@ -133,7 +135,8 @@ backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(
     // Prefill a third of each row, then decode the rest token by token.
     let loss = |model: &Transformer<B>| {
         let text = |row: usize, at: usize| batch.inputs()[row * width + at];
-        let begins: Vec<Vec<u32>> = (0..rows).map(|row| (0..width / 3).map(|at| text(row, at) as u32).collect()).collect();
+        let begins: Vec<Vec<u32>> =
+            (0..rows).map(|row| (0..width / 3).map(|at| text(row, at) as u32).collect()).collect();
         let prompts: Vec<&[u32]> = begins.iter().map(Vec::as_slice).collect();
         let (mut cache, ids, mut hidden) = read(model, &prompts, width);
         let (mut sum, mut count) = (0.0, 0);
@@ -234,7 +237,8 @@ backend_test!(a_text_that_fills_the_context_of_a_window_goes_on_from_its_end::<B
     // it.
     let prompts = ["the fox", "a", "jumps over the lazy dog", "the fox."];
     assert_eq!(tokenizer.encode(prompts[3])?.len() + 16, context);
-    let prepared: Vec<_> = prompts.iter().map(|prompt| generator.prepare(prompt, &options).expect("a window")).collect();
+    let prepared: Vec<_> =
+        prompts.iter().map(|prompt| generator.prepare(prompt, &options).expect("a window")).collect();
     let together = generator.generate_batch(&prepared.iter().collect::<Vec<_>>(), 0, &options, |_, _| {})?;
     for ((prompt, prepared), together) in prompts.iter().zip(&prepared).zip(together) {
         // Each time the context is full, half of it is recomputed.
@@ -296,7 +300,9 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
         assert_eq!(report.calls("cached_attention"), (8 - whole) * 4, "{report}");
         assert_eq!(report.calls("head_sample"), 8 - whole, "{report}");
         match report.source {
-            Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
+            Source::Calls | Source::Host | Source::Waits => {
+                assert_eq!(report.total.to_host, None, "nothing tells of copies here")
+            }
             Source::Cupti => {
                 let bytes = |copies: Option<Copies>| copies.map(|copies| copies.bytes);
                 assert_eq!(bytes(report.total.to_device), Some(0), "nothing goes up: {report}");

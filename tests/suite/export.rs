@@ -240,7 +240,7 @@ fn what_cannot_be_exported_is_refused_in_one_line() {
         assert!(!out.exists() && !out.with_extension("partial").exists());
     };
     trained(&at("letters"), TokenizerKind::Char);
-    refused(&at("letters"), &["letters", "model is WordLevel", "only BPE"]);
+    refused(&at("letters"), &["letters", "model is WordLevel", "not BPE"]);
     refused(&folder("gguf/qwen2.gguf"), &["qwen2.gguf", "already a GGUF file"]);
     refused(&folder("bert"), &["bert", "an encoder"]);
     refused(&folder("llama"), &["tokenizer.json"]);
@@ -298,9 +298,13 @@ fn first_two(row: &[f64]) -> (usize, f64) {
     (order[0], row[order[0]] - row[order[1]])
 }
 
-/// Exports a model in every kind and compares what llama.cpp computes of the files with the folder's own results, over the
-/// first tokens of a text. Run in `tests/llama_cpp`'s way:
-/// `FIRECLAY_LLAMA_CPP=FOLDER_OF_NODE_MODULES FIRECLAY_MODEL=FOLDER FIRECLAY_TEXT=FILE cargo test .. -- --ignored llama_cpp`
+/// Exports a model in every kind and compares llama.cpp's logits for the files with those of the
+/// folder, over the first tokens of a text. Run as `tests/llama_cpp` says:
+///
+/// ```sh
+/// export FIRECLAY_LLAMA_CPP=FOLDER_OF_NODE_MODULES FIRECLAY_MODEL=FOLDER FIRECLAY_TEXT=FILE
+/// cargo test .. -- --ignored llama_cpp
+/// ```
 #[test]
 #[ignore = "needs npm's node-llama-cpp, a model and a text"]
 fn llama_cpp_computes_of_our_files_what_we_do() {
@@ -359,8 +363,8 @@ fn llama_cpp_computes_of_our_files_what_we_do() {
         divergence /= tokens.len() as f64;
         let bytes = fs::metadata(&file).expect("a file").len() as f64 / 1e6;
         println!(
-            "{name}: {bytes:.1} MB, KL divergence {divergence:.6}, top-1 agrees {agree} of {}, {wrong} wrong of {clear} whose \
-             margin exceeds the format's error (at most {error:.3})",
+            "{name}: {bytes:.1} MB, KL divergence {divergence:.6}, top-1 agrees {agree} of {}, {wrong} wrong of \
+             {clear} whose margin exceeds the format's error (at most {error:.3})",
             tokens.len()
         );
         assert_eq!(wrong, 0, "{name}");

@@ -55,7 +55,8 @@ backend_test!(accumulated_parts_of_uneven_supervision_have_the_gradient_of_one_b
     base_and_chats(folder.path());
     let step = |settings: &[(&str, &str)]| {
         let recipe = recipe(folder.path(), settings);
-        let mut trainer = Trainer::<B>::new(&recipe, recipe.task().expect("conversations"), device.clone()).expect("a model");
+        let mut trainer =
+            Trainer::<B>::new(&recipe, recipe.task().expect("conversations"), device.clone()).expect("a model");
         let output = trainer.train_on(rows(&[1, 12, 0, 5]));
         assert_eq!(output.tokens, 18);
         read_steps(&[output]).expect("figures")[0]
@@ -71,7 +72,8 @@ backend_test!(a_step_without_a_supervised_token_changes_nothing::<B>(device) {
     base_and_chats(folder.path());
     for (settings, count) in [(&[][..], 2), (&[("accumulation", "2"), ("batch_size", "1")][..], 2)] {
         let recipe = recipe(folder.path(), settings);
-        let mut trainer = Trainer::<B>::new(&recipe, recipe.task().expect("conversations"), device.clone()).expect("a model");
+        let mut trainer =
+            Trainer::<B>::new(&recipe, recipe.task().expect("conversations"), device.clone()).expect("a model");
         let before = values(&trainer.model().embedding.val().inner());
         let output = trainer.train_on(rows(&vec![0; count]));
         assert_eq!(read_steps(&[output]).expect("figures"), [(0.0, 0.0)]);
@@ -110,8 +112,9 @@ fn a_sequence_has_one_bos_in_training_as_in_serving() {
     std::fs::write(&file, made.to_string()).expect("writable");
     let tokenizer = Tokenizer::load(&file).expect("a tokenizer");
     assert_eq!(tokenizer.encode_prompt("kiln").expect("encodes")[0], bos, "a text begins with it");
-    let template = "{{ bos_token }}{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' -}}\
-                    {%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
+    let template = "{{ bos_token }}{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + \
+                    '<|im_end|>' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' \
+                    -}}{%- endif -%}";
     let template = ChatTemplate::new(template.into(), "<s>".into(), "</s>".into()).expect("a template");
     let chats = folder.path().join("chats.jsonl");
     std::fs::write(&chats, json!({ "prompt": "kiln", "completion": "cone" }).to_string()).expect("writable");
@@ -370,8 +373,8 @@ fn a_model_of_the_stories_is_taught_to_answer_by_the_embedded_conversations() {
     let percent = |name: &str| done[name].as_f64().unwrap_or_else(|| panic!("no {name} in {done}"));
     assert!(percent("first_answer_accuracy") < 5.0 && percent("answer_accuracy") > 95.0, "{done}");
     // It answers, and stops behind the answer.
-    let prompt = "<|user|>Once a patient potter called Agnes lived in a quiet river town. Her best friend was a fat goose \
-                  called Biscuit.<|end|><|assistant|>";
+    let prompt = "<|user|>Once a patient potter called Agnes lived in a quiet river town. Her best friend was a fat \
+                  goose called Biscuit.<|end|><|assistant|>";
     let answer =
         fireclay(&["generate", "--model", "chat", "--prompt", prompt, "--temperature", "0", "--max-tokens", "40"]);
     assert_eq!(answer["text"], "There was Agnes and a goose called Biscuit.");

@@ -223,8 +223,9 @@ fn pair(format: BlockFormat, folder: &Path) -> PathBuf {
     fs::write(folder.join("model.safetensors"), safetensors::serialize(views, None).expect("a file"))
         .expect("writable");
     let config = serde_json::json!({
-        "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 32, "hidden_size": D, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": D, "rms_norm_eps": 1e-5,
+        "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 32, "hidden_size": D,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": D,
+        "rms_norm_eps": 1e-5,
     });
     fs::write(folder.join("config.json"), config.to_string()).expect("writable");
     let path = folder.join("model.gguf");
@@ -445,7 +446,9 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     let path = folder.path().join("model.gguf");
     let mut base = llama_keys(64, 1);
     let tensors = llama_tensors(64, 1, 61).into_iter();
-    base.tensors = tensors.map(|(name, _, shape)| (name, shape.clone(), F32, vec![0; 4 * shape.iter().product::<usize>()])).collect();
+    base.tensors = tensors
+        .map(|(name, _, shape)| (name, shape.clone(), F32, vec![0; 4 * shape.iter().product::<usize>()]))
+        .collect();
     let refusal = |bytes: Vec<u8>| {
         fs::write(&path, bytes).expect("writable");
         let message = ModelFolder::new(&path).load::<B>(&device).map(|_| ()).expect_err("no model").to_string();
@@ -453,7 +456,8 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
         message
     };
     let whole = base.bytes();
-    ModelFolder::new({ fs::write(&path, &whole).expect("writable"); &path }).load::<B>(&device)?;
+    fs::write(&path, &whole).expect("writable");
+    ModelFolder::new(&path).load::<B>(&device)?;
     let edited = |at: usize, bytes: &[u8]| {
         let mut edited = whole.clone();
         edited[at..at + bytes.len()].copy_from_slice(bytes);
@@ -474,16 +478,23 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     let key = |file: &mut File, name: &str, value: Key| *file = file.clone().with(name, value);
     assert!(with(&|file| key(file, "general.alignment", Key::U32(24))).contains("general.alignment is 24"));
     assert!(with(&|file| key(file, "general.alignment", Key::U32(0))).contains("general.alignment is 0"));
-    assert!(with(&|file| file.keys.push(("llama.block_count".into(), Key::U32(1)))).contains("duplicate key llama.block_count"));
+    assert!(
+        with(&|file| file.keys.push(("llama.block_count".into(), Key::U32(1))))
+            .contains("duplicate key llama.block_count")
+    );
     assert!(with(&|file| file.tensors.push(file.tensors[2].clone())).contains("duplicate tensor output_norm.weight"));
-    for (kind, name) in [(20, "IQ4_NL"), (16, "IQ2_XXS"), (9, "Q8_1"), (34, "TQ1_0"), (39, "MXFP4"), (26, "I32"), (77, "type 77")] {
+    for (kind, name) in
+        [(20, "IQ4_NL"), (16, "IQ2_XXS"), (9, "Q8_1"), (34, "TQ1_0"), (39, "MXFP4"), (26, "I32"), (77, "type 77")]
+    {
         let message = with(&|file| file.tensors[3].2 = kind);
         assert!(message.contains(name) && message.contains("blk.0.attn_q.weight"), "{message}");
     }
     // Rows of 64 are not multiples of blocks of 256.
     let message = with(&|file| file.tensors[3].2 = 12);
     assert!(message.contains("blk.0.attn_q.weight") && message.contains("Q4_K has blocks of 256"), "{message}");
-    let message = with(&|file| { file.tensors.remove(3); });
+    let message = with(&|file| {
+        file.tensors.remove(3);
+    });
     assert!(message.contains("do not fit the metadata: blk.0.attn_q.weight is missing"), "{message}");
     let message = with(&|file| file.tensors.push(("blk.0.kiln.weight".into(), vec![1], F32, vec![0; 4])));
     assert!(message.contains("blk.0.kiln.weight is not part of such a model"), "{message}");

@@ -190,13 +190,17 @@ backend_test!(scores_of_pairs_match_transformers::<B>(device) {
     let tokenizer = Tokenizer::load(&folder.join("tokenizer.json")).expect("a tokenizer");
     let text = |value: &serde_json::Value| value.as_str().expect("a text").to_string();
     let pairs = golden["pairs"].as_array().expect("pairs").iter();
-    let pairs: Vec<Pair> = pairs
-        .map(|pair| tokenizer.encode_pair(&text(&pair[0]), &text(&pair[1])).expect("tokens"))
-        .collect();
+    let pairs: Vec<Pair> =
+        pairs.map(|pair| tokenizer.encode_pair(&text(&pair[0]), &text(&pair[1])).expect("tokens")).collect();
     let model = ModelFolder::new(&folder).load::<B>(&device)?;
     let head = ScoreHead::<B>::open(&folder, &device)?.expect("a head of one class");
     let scores = head.scores(&model, &pairs)?;
-    let wanted: Vec<f32> = golden["scores"].as_array().expect("numbers").iter().map(|score| score.as_f64().expect("a number") as f32).collect();
+    let wanted: Vec<f32> = golden["scores"]
+        .as_array()
+        .expect("numbers")
+        .iter()
+        .map(|score| score.as_f64().expect("a number") as f32)
+        .collect();
     assert_near::<B>("cross_encoder", &scores, &wanted, 1e-5, &device);
     assert!(ScoreHead::<B>::open(&crate::golden::folder("bert"), &device)?.is_none());
 });

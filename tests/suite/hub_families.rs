@@ -139,7 +139,13 @@ backend_test!(hidden_states_of_encoders_and_their_gradients_are_those_of_transfo
         let real = Tensor::<Autodiff<B>, 1, Int>::arange(0..20, &device).reshape([1, 20]).expand([3, 20]);
         let real = real.lower(lengths.clone().reshape([3, 1]).expand([3, 20])).float().reshape([3, 20, 1]);
         let hidden = model.forward(Tokens::from(tokens).with_lengths(lengths)) * real;
-        assert_near::<B>(&name, &values(&hidden.clone().inner()), golden.values(&format!("{name}.hidden")), 1e-5, &device);
+        assert_near::<B>(
+            &name,
+            &values(&hidden.clone().inner()),
+            golden.values(&format!("{name}.hidden")),
+            1e-5,
+            &device,
+        );
         if !name.ends_with(".1") {
             continue;
         }
@@ -231,7 +237,10 @@ backend_test!(a_model_of_each_family_is_the_same_as_a_gguf_file_or_refused::<B>(
             assert!(message.contains("GGUF cannot express"), "{name}: {message}");
             continue;
         }
-        let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new((0..40).map(|at| at * 7 % 61).collect::<Vec<i32>>(), [2, 20]), &device);
+        let tokens = Tensor::<B, 2, Int>::from_data(
+            TensorData::new((0..40).map(|at| at * 7 % 61).collect::<Vec<i32>>(), [2, 20]),
+            &device,
+        );
         let [ours, wanted] = [ModelFolder::new(&out), files].map(|files| {
             let model = files.load::<B>(&device).unwrap_or_else(|error| panic!("{name}: {error}"));
             values(&model.logits(model.forward(tokens.clone())))

@@ -41,10 +41,12 @@ backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(d
     let distinct = |batch: &TokenBatch| {
         let mut first: Vec<i32> = batch.inputs().iter().step_by(16).copied().collect();
         first.sort_unstable();
-        first.windows(2).all(|pair| pair[0] != pair[1])
-            && batch.inputs().chunks_exact(16).all(|row| row[0] != row[1])
+        first.windows(2).all(|pair| pair[0] != pair[1]) && batch.inputs().chunks_exact(16).all(|row| row[0] != row[1])
     };
-    let batch = (0..).map(|step| letters.batch(BatchKey::new(1, step), 4).expect("in memory")).find(distinct).expect("such a batch");
+    let batch = (0..)
+        .map(|step| letters.batch(BatchKey::new(1, step), 4).expect("in memory"))
+        .find(distinct)
+        .expect("such a batch");
     // The same batch at every step.
     let mut trainer = Trainer::<B>::new(&recipe, Task::Language(Language::new(letters, tokenizer)), device)?;
     let mut losses = Vec::new();
@@ -59,7 +61,8 @@ backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(d
 backend_test!(an_encoder_learns_to_predict_hidden_letters_from_both_sides::<B>(device) {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("text.txt");
-    std::fs::write(&file, "The kiln's clay is fired at 1250 degrees; bricks, pots and tiles. ".repeat(60)).expect("writable");
+    std::fs::write(&file, "The kiln's clay is fired at 1250 degrees; bricks, pots and tiles. ".repeat(60))
+        .expect("writable");
     let settings = [
         ("data.source", file.to_str().expect("a path")),
         ("data.tokenizer", "char"),

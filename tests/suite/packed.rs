@@ -123,7 +123,8 @@ backend_test!(quantized_checkpoints_compute_what_transformers_does_of_them::<B>(
         };
         assert!(off < most, "{checkpoint} as it is stored: {off}");
     }
-    let int8 = ModelFolder::new(folder("packed/nf4")).load_in::<B>(fireclay_kernels::Format::Int8, &mut |_, _| {}, &device)?;
+    let int8 =
+        ModelFolder::new(folder("packed/nf4")).load_in::<B>(fireclay_kernels::Format::Int8, &mut |_, _| {}, &device)?;
     let own = logits(&int8, &tokens(&golden), &device);
     let wanted = floats(&golden.tensor("nf4.logits").expect("golden logits"));
     assert!((1e-4..0.2).contains(&furthest(&own, &wanted)), "quantized once more: {}", furthest(&own, &wanted));

@@ -65,7 +65,8 @@ fn loss<B: Backend>(model: &Transformer<B>, ids: &Tensor<B, 2, Int>) -> Tensor<B
 backend_test!(a_model_with_an_adapter_of_peft_has_its_logits::<B>(device) {
     for (name, base) in CASES {
         let case = Case::<B>::of(name, &device);
-        let model = ModelFolder::new(folder(base)).with_adapter(open(name)).load::<B>(&device).expect("the adapter fits");
+        let model =
+            ModelFolder::new(folder(base)).with_adapter(open(name)).load::<B>(&device).expect("the adapter fits");
         let (without, with) = (
             case.difference(&ModelFolder::new(folder(base)).load::<B>(&device).expect("a model"), &device),
             case.difference(&model, &device),
@@ -98,7 +99,8 @@ backend_test!(adapters_that_are_trained_have_the_loss_and_gradients_of_peft::<B>
         let out = tempfile::tempdir().expect("a folder");
         AdapterSaver { family, config: files.config() }.save(&as_values, out.path()).expect("writable");
         let ours = read(&out.path().join("adapter_model.safetensors"));
-        let theirs: Vec<_> = case.golden.iter().filter_map(|(key, value)| Some((key.strip_prefix("gradient.")?, value))).collect();
+        let theirs: Vec<_> =
+            case.golden.iter().filter_map(|(key, value)| Some((key.strip_prefix("gradient.")?, value))).collect();
         assert_eq!(ours.len(), theirs.len(), "{name}");
         for (key, (shape, wanted)) in theirs {
             let (own, got) = &ours[key];
@@ -119,7 +121,8 @@ backend_test!(a_merged_folder_has_the_logits_of_the_adapter::<B>(device) {
         let case = Case::<B>::of(name, &device);
         let out = tempfile::tempdir().expect("a folder");
         let out = out.path().join("merged");
-        merge::<B>(&ModelSource::from(folder(base)).with_adapter(adapter(name)), &out, &device).expect("the adapter fits");
+        merge::<B>(&ModelSource::from(folder(base)).with_adapter(adapter(name)), &out, &device)
+            .expect("the adapter fits");
         let model = ModelFolder::new(&out).load_in::<B>(FloatDType::F32, &mut |_, _| {}, &device).expect("a model");
         let off = case.difference(&model, &device);
         assert!(off < 2e-4, "{name}: {off}");
@@ -136,7 +139,8 @@ backend_test!(an_adapter_is_written_as_it_was_read::<B>(device) {
         let model = model.with_lora(family, files.config(), Some(&files), 7).expect("the adapter fits");
         let out = tempfile::tempdir().expect("a folder");
         AdapterSaver { family, config: files.config() }.save(&model, out.path()).expect("writable");
-        let [first, again] = [adapter(name), out.path().into()].map(|folder| read(&folder.join("adapter_model.safetensors")));
+        let [first, again] =
+            [adapter(name), out.path().into()].map(|folder| read(&folder.join("adapter_model.safetensors")));
         assert_eq!(first.len(), again.len(), "{name}");
         for (key, (shape, wanted)) in first {
             let (own, got) = &again[&key];

@@ -55,7 +55,8 @@ backend_test!(losses_gradients_and_rewards_are_those_of_trl::<B>(device) {
             let model = model.with_lora(family, files.config(), Some(&files), 7).expect("the adapter fits");
             let row = |row: &std::ops::Range<usize>| pairs[row.clone()].iter().map(<[Example; 2]>::each_ref);
             let batch = PairBatch::new(length, ends.windows(2).map(|ends| row(&(ends[0]..ends[1]))));
-            let (got, rewards) = loss_by(&model, &reference, &batch, &recipe(loss), 3, &device, |tokens| model.forward(tokens));
+            let (got, rewards) =
+                loss_by(&model, &reference, &batch, &recipe(loss), 3, &device, |tokens| model.forward(tokens));
             let wanted = golden[&format!("{loss}.loss")].1[0];
             let off = (values(&got.clone().inner())[0] - wanted).abs();
             assert!(off < 1e-5 * wanted.max(1.0), "{loss} is {off} off {wanted}");
@@ -65,13 +66,15 @@ backend_test!(losses_gradients_and_rewards_are_those_of_trl::<B>(device) {
             let gradients = backward(got, None);
             let trained = trained_parameters(&model);
             let gradients = ParameterGradients::take(&model, gradients).into_inner();
-            let of_parameter = trained.iter().zip(gradients).map(|((_, id, _, _), gradient)| (*id, gradient.expect("a gradient")));
+            let of_parameter =
+                trained.iter().zip(gradients).map(|((_, id, _, _), gradient)| (*id, gradient.expect("a gradient")));
             let as_values = with_values(model.valid(), &of_parameter.collect());
             let out = tempfile::tempdir().expect("a folder");
             AdapterSaver { family, config: files.config() }.save(&as_values, out.path()).expect("writable");
             let ours = read(&out.path().join("adapter_model.safetensors"));
             let prefix = format!("{loss}.gradient.");
-            let theirs: Vec<_> = golden.iter().filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value))).collect();
+            let theirs: Vec<_> =
+                golden.iter().filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value))).collect();
             assert_eq!(ours.len(), theirs.len());
             for (key, (shape, wanted)) in theirs {
                 let (own, got) = &ours[key];
@@ -113,8 +116,8 @@ fn base_and_pairs(folder: &Path) {
     std::fs::create_dir(&base).expect("writable");
     ModelFolder::new(&base).save(&model).expect("saves");
     tokenizer().save(&base.join("tokenizer.json")).expect("saves");
-    let template = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' -}}{%- endfor -%}\
-                    {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
+    let template = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' -}}{%- \
+                    endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
     std::fs::write(base.join("tokenizer_config.json"), json!({ "chat_template": template }).to_string())
         .expect("writable");
     let words = ["kiln", "cone", "clay", "glaze", "ash", "hot", "brief", "cools"];

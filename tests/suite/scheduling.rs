@@ -240,7 +240,8 @@ backend_test!(a_prompt_that_does_not_fit_its_step_is_read_ahead_in_part::<B>(dev
 
 backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>(device) {
     let model = model::<B>(&device)?;
-    let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { stop_tokens: vec![], max_tokens: 40, ..request }).collect();
+    let requests: Vec<Request> =
+        requests(6).into_iter().map(|request| Request { stop_tokens: vec![], max_tokens: 40, ..request }).collect();
     let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
     let add = |scheduler: &mut Scheduler<B>, at: usize| scheduler.add(requests[at].clone()).expect("it fits");
     let ids: Vec<RequestId> = (0..6).map(|at| add(&mut scheduler, at)).collect();
@@ -267,7 +268,10 @@ backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>
 
 backend_test!(a_warm_up_leaves_nothing_behind::<B>(device) {
     let model = model::<B>(&device)?;
-    let request = Request { sampling: Sampling::greedy().with_temperature(1.0).with_seed(3, 5), ..Request::new(vec![1, 2, 3], 20) };
+    let request = Request {
+        sampling: Sampling::greedy().with_temperature(1.0).with_seed(3, 5),
+        ..Request::new(vec![1, 2, 3], 20)
+    };
     let wanted = alone(&model, &request, &device)?;
     // Room for many; for a page or two; and limited.
     for (options, steps) in [
@@ -425,7 +429,8 @@ backend_test!(log_probabilities_of_prompts_are_those_of_the_model::<B>(device) {
             let told = &told[id];
             assert_eq!(told.len(), if prompt.len() == 1 { 0 } else { prompt.len() });
             assert!(told.iter().map(|known| known.token).eq(prompt[..told.len()].iter().copied()));
-            let ids = Tensor::<B, 1, Int>::from_ints(&prompt.iter().map(|id| *id as i32).collect::<Vec<_>>()[..], &device);
+            let ids =
+                Tensor::<B, 1, Int>::from_ints(&prompt.iter().map(|id| *id as i32).collect::<Vec<_>>()[..], &device);
             let logits = model.logits(model.forward(ids.reshape([1, prompt.len()])));
             let wanted = crate::compare::values(&log_softmax(logits, 2));
             for (at, known) in told.iter().enumerate() {
@@ -461,7 +466,13 @@ backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
         for written in scheduler.take() {
             match written.id == id {
                 true => tokens.extend(written.tokens),
-                false => assert!(written.id == plain && written.tokens.iter().all(|token| token.log_probability.is_none() && token.top_logprobs.is_empty())),
+                false => assert!(
+                    written.id == plain
+                        && written
+                            .tokens
+                            .iter()
+                            .all(|token| token.log_probability.is_none() && token.top_logprobs.is_empty())
+                ),
             }
         }
     }
@@ -472,7 +483,8 @@ backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
         let hidden = model.forward(burn::tensor::Tensor::<B, 2, burn::tensor::Int>::from_data(ids, &device));
         let logits = model.logits(hidden.narrow(1, text.len() - 1, 1));
         let exact: Vec<f32> = burn::tensor::activation::log_softmax(logits, 2).into_data().iter::<f32>().collect();
-        let close = |(token, value): (u32, f32)| assert!((exact[token as usize] - value).abs() < 1e-3, "{token}: {value}");
+        let close =
+            |(token, value): (u32, f32)| assert!((exact[token as usize] - value).abs() < 1e-3, "{token}: {value}");
         close((written.token, written.log_probability.expect("it was asked for")));
         let mut best: Vec<u32> = (0..VOCABULARY as u32).collect();
         best.sort_by(|a, b| exact[*b as usize].total_cmp(&exact[*a as usize]));

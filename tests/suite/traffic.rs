@@ -34,7 +34,9 @@ backend_test!(a_training_step_sends_its_tokens_and_reads_nothing::<B>(device) {
     assert_eq!(report.calls("optimizer_step"), 1, "{report}");
     assert_eq!(report.calls("head_loss"), 1, "{report}");
     match report.source {
-        Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
+        Source::Calls | Source::Host | Source::Waits => {
+            assert_eq!(report.total.to_host, None, "nothing tells of copies here")
+        }
         Source::Cupti => {
             let count = |copies: Option<Copies>| copies.map(|copies| (copies.count, copies.bytes));
             assert_eq!(count(report.total.to_host), Some((0, 0)), "nothing comes down: {report}");

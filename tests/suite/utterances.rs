@@ -77,7 +77,10 @@ backend_test!(padding_changes_nothing::<B>(device) {
         let alone = hidden(&whole.ids()[row * width..][..pieces], &[*length]);
         let among = &all[row * width * d_model..][..pieces * d_model];
         let worst = alone.iter().zip(among).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
-        assert!(f64::from(worst) < 10.0 * tolerance::<B>(&device).relative, "row {row} of {pieces} pieces is off by {worst}");
+        assert!(
+            f64::from(worst) < 10.0 * tolerance::<B>(&device).relative,
+            "row {row} of {pieces} pieces is off by {worst}"
+        );
     }
 });
 
@@ -96,7 +99,9 @@ backend_test!(a_step_on_utterances_sends_ids_tags_and_lengths_and_reads_nothing:
     // One for the intents, one for the tags.
     assert_eq!(report.calls("head_loss"), 2, "{report}");
     match report.source {
-        Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
+        Source::Calls | Source::Host | Source::Waits => {
+            assert_eq!(report.total.to_host, None, "nothing tells of copies here")
+        }
         Source::Cupti => {
             let count = |copies: Option<Copies>| copies.map(|copies| (copies.count, copies.bytes));
             assert_eq!(count(report.total.to_host), Some((0, 0)), "nothing comes down: {report}");

@@ -349,7 +349,9 @@ backend_test!(what_a_step_draws_is_what_its_logits_say::<B>(device) {
             }
             let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
             let mut counts = TokenCounts::<B>::new(count, VOCABULARY, &device);
-            (0..count).for_each(|row| counts.begin(row, &text(row, 40), &[7, 9, 7], &[(11, 2.5), (12, TokenCounts::<B>::FORBIDDEN)]));
+            (0..count).for_each(|row| {
+                counts.begin(row, &text(row, 40), &[7, 9, 7], &[(11, 2.5), (12, TokenCounts::<B>::FORBIDDEN)])
+            });
             for (step, shift) in (0..ways.len()).enumerate() {
                 let row = |row: usize| {
                     let sampling = ways[(row + shift) % ways.len()].with_seed(3, row as u64);
@@ -399,7 +401,8 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                     while written.len() < 45 * count {
                         let most = most.min(45 - written.len() / count);
                         let most = MultiStep { steps: most, stop_tokens: None };
-                        let ahead = model.decode_multi_step(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
+                        let ahead =
+                            model.decode_multi_step(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
                         steps.push(ahead.tokens.dims()[0]);
                         written.extend(ahead.tokens.into_data().iter::<i64>());
                         next = ahead.last;
@@ -409,7 +412,8 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                     let at: Vec<i64> = rows.cache.last_positions().into_data().iter().collect();
                     assert_eq!(at, lengths.iter().map(|length| *length as i64 + 44).collect::<Vec<_>>());
                     // The cache is the same afterwards, too.
-                    let (_, logits) = model.next_tokens(Some((next, &ids)), &[], &sampled, Some(&mut counts), &mut rows.cache);
+                    let (_, logits) =
+                        model.next_tokens(Some((next, &ids)), &[], &sampled, Some(&mut counts), &mut rows.cache);
                     outputs.push((written, values(&logits), counts.written.into_data()));
                     launches.push(steps);
                 }
@@ -435,7 +439,9 @@ backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
             let mut rows = Rows::new(&model, 1.0, 4 * PAGE_TOKENS, &device);
             (0..2).for_each(|row| assert!(rows.add(text(row, 5), 60)));
             let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-            let stop_tokens = stop_tokens.map(|stop_tokens| Tensor::<B, 1, Int>::from_data(TensorData::from(stop_tokens), &device).reshape([2, 2]));
+            let stop_tokens = stop_tokens.map(|stop_tokens| {
+                Tensor::<B, 1, Int>::from_data(TensorData::from(stop_tokens), &device).reshape([2, 2])
+            });
             let (mut next, mut written): (_, Vec<i64>) = (integers(&[9, 8], &device), Vec::new());
             while written.len() < 2 * 40 {
                 let most = MultiStep { steps: 40 - written.len() / 2, stop_tokens: stop_tokens.as_ref() };
@@ -459,7 +465,10 @@ backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
             let (before, behind) = kept.split_at(ended[row] + 1);
             assert_eq!(before, &free[row][..=ended[row]], "row {row}");
             // With single steps, the device does not check for stop tokens.
-            assert!(!hopper || behind.iter().all(|token| *token == before[ended[row]]), "row {row}: {ended:?}, {behind:?}");
+            assert!(
+                !hopper || behind.iter().all(|token| *token == before[ended[row]]),
+                "row {row}: {ended:?}, {behind:?}"
+            );
         }
     }
 });
@@ -478,7 +487,8 @@ backend_test!(of_top_k_one_a_step_draws_its_likeliest_token_at_any_temperature::
         let hidden = model.decode(integers(&[step, 7, 9], &device), &ids, &mut rows.cache);
         let (tokens, logits) = model.sample_logits(hidden.clone(), &drawn, None, &rows.cache);
         let tokens: Vec<i64> = tokens.into_data().iter().collect();
-        let wanted: Vec<i64> = model.sample(hidden, &greedy_rows(3, &device), None, &rows.cache).into_data().iter().collect();
+        let wanted: Vec<i64> =
+            model.sample(hidden, &greedy_rows(3, &device), None, &rows.cache).into_data().iter().collect();
         assert_eq!(tokens, wanted, "step {step}");
         assert_eq!(logits.dims(), [3, VOCABULARY]);
     }
@@ -596,7 +606,10 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
             let by = if *finish == Some(Finish::End) { Finish::End } else { Finish::Length };
             assert_eq!(*finish, Some(by));
             assert!(by == Finish::End || text.len() == request.max_tokens);
-            assert!(text.iter().rev().skip(1).all(|token| !request.stop_tokens.contains(token)), "it goes on behind its end");
+            assert!(
+                text.iter().rev().skip(1).all(|token| !request.stop_tokens.contains(token)),
+                "it goes on behind its end"
+            );
             assert_likeliest(&model, bound, &request.prompt, text, &device);
         }
     }

@@ -280,10 +280,11 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("pairs.jsonl");
         let turn = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let (question, answers) = (turn("user", "q"), ["a", "b"].map(|answer| turn("assistant", answer)));
         let pairs = [
             json!({ "prompt": "q", "chosen": "a", "rejected": "b" }),
-            json!({ "prompt": [turn("user", "q")], "chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")] }),
-            json!({ "chosen": [turn("user", "q"), turn("assistant", "a")], "rejected": [turn("user", "q"), turn("assistant", "b")] }),
+            json!({ "prompt": [question], "chosen": [answers[0]], "rejected": [answers[1]] }),
+            json!({ "chosen": [question, answers[0]], "rejected": [question, answers[1]] }),
         ];
         let text: Vec<String> = pairs.iter().map(Value::to_string).collect();
         fs::write(&file, text.join("\n")).expect("writable");

@@ -1,7 +1,7 @@
 //! The embedded conversations: questions about the beginnings of stories, answered in one form.
 //!
 //! ```text
-//! user        Once a patient potter called Tobin lived in a quiet river town. He shared ... a fat goose called Biscuit.
+//! user        Once a patient potter called Tobin lived in a quiet river town. ... a fat goose called Biscuit.
 //! assistant   There was Tobin and a goose called Biscuit.
 //! ```
 //!

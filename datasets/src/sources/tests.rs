@@ -49,7 +49,8 @@ fn utf16(text: &str) -> Vec<u8> {
 
 const LINES: &str = "{\"id\": 1, \"text\": \"one\"}\n{\"text\": \"två\\n\"}\n";
 const ARRAY: &str = "[{\"id\": 1, \"text\": \"one\"}, {\"text\": \"två\\n\"}]";
-const PRETTY: &str = "[\n  {\n    \"id\": [1, {\"a\": \"]}\\\"\"}],\n    \"text\": \"one\"\n  },\n  {\n    \"text\": \"två\\n\"\n  }\n]\n";
+const PRETTY: &str = "[\n  {\n    \"id\": [1, {\"a\": \"]}\\\"\"}],\n    \"text\": \"one\"\n  },\n  \
+                      {\n    \"text\": \"två\\n\"\n  }\n]\n";
 const OBJECTS: &str = "{\n  \"text\": \"one\"\n}\n{\n  \"text\": \"två\\n\"\n}\n";
 const TABLE: &str = "id,text\n1,one\n2,\"två\n\"\n";
 const BOTH: &[&str] = &["one", "två\n"];

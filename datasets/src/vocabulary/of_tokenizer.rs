@@ -53,7 +53,10 @@ impl Settings<'_> {
     fn vocabulary(&self) -> Result<(Vocabulary, Vec<String>), DataError> {
         let model = &self.state["model"];
         if model["type"] != "BPE" {
-            return Err(cannot(format!("its model is {}, and only BPE can be", kind(model))));
+            let model = kind(model);
+            return Err(cannot(format!(
+                "its model is {model}, not BPE: train with a tokenizer of `fireclay tokenizer train`"
+            )));
         }
         for name in ["dropout", "continuing_subword_prefix", "end_of_word_suffix"] {
             let value = &model[name];
@@ -275,7 +278,9 @@ mod tests {
                 { "type": "Replace", "pattern": { "String": " " }, "content": "▁" },
             ] },
             "post_processor": { "type": "TemplateProcessing",
-                "single": [{ "SpecialToken": { "id": "<s>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+                "single": [
+                    { "SpecialToken": { "id": "<s>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } },
+                ],
                 "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 0 } }],
                 "special_tokens": { "<s>": { "id": "<s>", "ids": [1], "tokens": ["<s>"] } } },
             "model": { "type": "BPE", "byte_fallback": true, "fuse_unk": true, "unk_token": "<unk>", "vocab": vocab,

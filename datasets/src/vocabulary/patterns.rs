@@ -30,9 +30,10 @@ const THREE_DIGITS: Rule = Rule("[0-9][0-9][0-9]");
 const LINE_END: Rule = Rule(r"[\r\n]");
 /// Chinese, Japanese and Korean.
 const IDEOGRAPHS: Rule = Rule("[一-龥ࠀ-一가-퟿]+");
-const LLAMA3: Rule = Rule(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-);
+const LLAMA3: Rule = Rule(concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+));
 const QWEN2: Rule = Rule(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );

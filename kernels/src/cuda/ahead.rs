@@ -2,9 +2,9 @@
 //! which took most of the 20 seconds of GPT-2's first training step.
 //!
 //! ```text
-//! this thread      the step without launches of CUDA C++ kernels                  the step
-//!                     | sources                                                     ^ what CubeCL compiles now is in the driver's cache
-//! other threads       `-> NVRTC, and the driver's assembler ------------------------'
+//! this thread      the step without launches of CUDA C++ kernels       the step
+//!                     | sources                                          ^ CubeCL finds its kernels
+//! other threads       `-> NVRTC, and the driver's assembler -------------'  in the driver's cache
 //! ```
 //!
 //! From CUDA 12.9 on, NVRTC and the driver cache compiled code by source. If that cache cannot be

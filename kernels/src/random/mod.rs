@@ -37,7 +37,8 @@ impl RandomKey {
         Self { key, ..self }
     }
 
-    /// The same bits, seen from `first_row` on: those of row 0 are those of `first_row` before. For who has some of the rows only.
+    /// The same bits, with rows counted from `first_row`: row 0 of the new key has the bits of
+    /// `first_row` of this one. For a process that has only some of the rows.
     pub fn from_row(self, first_row: usize) -> Self {
         Self { first_row: self.first_row.wrapping_add(first_row as u32), ..self }
     }

@@ -297,7 +297,11 @@ impl Report {
             format!(r#"{{"op":{op},"device":{device},"reason":{reason},"count":{}}}"#, fallback.count)
         };
         format!(
-            r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploads":{},"reads":{},"waits_beside":{}}}"#,
+            concat!(
+                r#"{{"source":"{}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"#,
+                r#""fallbacks":{},"uploads":{},"reads":{},"waits_beside":{}}}"#,
+            ),
+            source,
             text(&self.device),
             self.elapsed.as_nanos(),
             list(&self.ops, OpReport::json),
@@ -318,7 +322,10 @@ impl OpReport {
             format!(r#"{{"dims":{},"dtype":"{}"}}"#, list(&operand.dims, usize::to_string), operand.dtype.name())
         };
         format!(
-            r#"{{"part":{},"name":{},"inputs":{},"calls":{},"bytes":{},"flops":{},"host_time_ns":{},"work":{},"kernels":{}}}"#,
+            concat!(
+                r#"{{"part":{},"name":{},"inputs":{},"calls":{},"bytes":{},"flops":{},"#,
+                r#""host_time_ns":{},"work":{},"kernels":{}}}"#,
+            ),
             text(self.part),
             text(self.name),
             list(&self.inputs, operand),

@@ -147,7 +147,8 @@ impl LoraConfig {
         })
     }
 
-    /// The JSON of `adapter_config.json`; `conv1d` says that the base stores its matrices `[d_input, d_output]`, as GPT-2 does.
+    /// The JSON of `adapter_config.json`; `conv1d` says that the base stores its matrices
+    /// `[d_input, d_output]`, as GPT-2 does.
     pub fn to_json(&self, conv1d: bool) -> Value {
         let Self { rank, alpha, rslora, dora, dropout, targets, modules_to_save, .. } = self;
         json!({
@@ -259,7 +260,9 @@ mod tests {
             LoraConfig::parse(&config)
         };
         let config = parse(json!({
-            "use_rslora": true, "rank_pattern": { "layers\\.1\\.self_attn\\.q_proj": 9 }, "alpha_pattern": { "v_proj": 3 },
+            "use_rslora": true,
+            "rank_pattern": { "layers\\.1\\.self_attn\\.q_proj": 9 },
+            "alpha_pattern": { "v_proj": 3 },
         }));
         let config = config.expect("a good config");
         let [q0, q1, v] =

@@ -1,4 +1,5 @@
-//! Low-rank adapters in PEFT's files: read and merged into a model while it is loaded, put on one to be trained, and written.
+//! Low-rank adapters in PEFT's files: merged into a model while it is loaded, or added to it and
+//! trained, and written.
 //!
 //! | key in `adapter_model.safetensors` | shape |
 //! |---|---|

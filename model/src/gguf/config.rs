@@ -293,8 +293,9 @@ impl Keys<'_> {
                 "final_logit_softcapping": cap("final_logit_softcapping")?,
             }),
             Architecture::Gemma3 => json!({
-                "model_type": "gemma3_text", "sliding_window": window.unwrap_or(4096), "layer_types": types(pattern(6)?),
-                "query_pre_attn_scalar": scalar(62)?, "final_logit_softcapping": cap("final_logit_softcapping")?,
+                "model_type": "gemma3_text", "sliding_window": window.unwrap_or(4096),
+                "layer_types": types(pattern(6)?), "query_pre_attn_scalar": scalar(62)?,
+                "final_logit_softcapping": cap("final_logit_softcapping")?,
                 "rope_local_base_freq": self.number("rope.freq_base_swa")?.unwrap_or(10_000.0),
             }),
             Architecture::Olmo2 => match window {
@@ -309,7 +310,8 @@ impl Keys<'_> {
                 "partial_rotary_factor": f64::from(self.rotated(head_dim)?) / f64::from(head_dim.max(1)),
             }),
             Architecture::Granite => json!({
-                "model_type": "granite", "attention_multiplier": scale.unwrap_or(1.0 / f64::from(head_dim.max(1)).sqrt()),
+                "model_type": "granite",
+                "attention_multiplier": scale.unwrap_or(1.0 / f64::from(head_dim.max(1)).sqrt()),
                 "embedding_multiplier": self.number("embedding_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),
                 "residual_multiplier": self.number("residual_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),
                 "logits_scaling": self.number("logit_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),

@@ -41,7 +41,8 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         Family::SmolLm3 => Architecture::SmolLm3,
         Family::Bert | Family::ModernBert | Family::Fireclay => {
             return Err(ConfigError(format!(
-                "model_type is '{}'; export supports gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, olmo2, olmo3, phi3, granite and smollm3",
+                "model_type is '{}'; export supports gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, olmo2, \
+                 olmo3, phi3, granite and smollm3",
                 family.model_type()
             )));
         }

@@ -36,8 +36,8 @@ macro_rules! from {
     };
 }
 
-from!(u32 => Size, f32 => Number, bool => Flag, String => Text, &str => Text, Vec<String> => Strings, Vec<i32> => Integers,
-    Vec<f32> => Numbers);
+from!(u32 => Size, f32 => Number, bool => Flag, String => Text, &str => Text, Vec<String> => Strings,
+    Vec<i32> => Integers, Vec<f32> => Numbers);
 
 /// A tensor to write.
 #[derive(Clone, Debug, PartialEq)]

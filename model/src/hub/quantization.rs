@@ -183,7 +183,8 @@ impl Quantization {
             "compressed-tensors" => Self::compressed(keys),
             "mxfp4" => keys.end(&["dequantize"]).map(|()| Self::Mxfp4),
             other => Err(ConfigError(format!(
-                "config.json: quantization_config: quantization method '{other}' is not supported; supported are {METHODS}"
+                "config.json: quantization_config: quantization method '{other}' is not supported; supported are \
+                 {METHODS}"
             ))),
         };
         read.map(Some)
@@ -333,7 +334,9 @@ mod tests {
         second["checkpoint_format"] = json!("gptq_v2");
         second["group_size"] = json!(-1);
         assert_eq!(read(second), Ok(Some(Quantization::Gptq { bits: 4, group: None, zero_offset: 0 })));
-        let fp8 = json!({ "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64], "activation_scheme": "dynamic" });
+        let fp8 = json!({
+            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64], "activation_scheme": "dynamic",
+        });
         assert_eq!(read(fp8), Ok(Some(Quantization::Fp8 { block: Some([128, 64]) })));
         assert_eq!(Quantization::read(&json!({})).ok(), Some(None));
         assert_eq!(read(Value::Null), Ok(None));

@@ -501,8 +501,8 @@ impl<'a> Text<'a> {
 
     fn not_a_number(&self) -> Failure {
         Failure::new(format!(
-            "the model's logits are NaN after {} tokens: its weights are damaged, or its values overflow in bf16 or f16 (then \
-             --precision f32 helps)",
+            "the model's logits are NaN after {} tokens: its weights are damaged, or its values overflow in bf16 or \
+             f16 (then --precision f32 helps)",
             self.prompt_tokens + self.tokens.len()
         ))
     }

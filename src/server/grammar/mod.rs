@@ -453,10 +453,12 @@ mod tests {
 
     #[test]
     fn an_answer_beside_tools_is_calls_or_what_its_schema_says() {
-        let heat = json!({ "type": "object", "properties": { "to": { "$ref": "#/$defs/n" } }, "$defs": { "n": { "type": "integer" } } });
+        let heat = json!({
+            "type": "object", "properties": { "to": { "$ref": "#/$defs/n" } }, "$defs": { "n": { "type": "integer" } },
+        });
         let schema = json!({
-            "type": "object", "properties": { "name": { "$ref": "#/$defs/n" } }, "$defs": { "n": { "enum": ["Ada", "Bo"] } },
-            "required": ["name"], "additionalProperties": false,
+            "type": "object", "properties": { "name": { "$ref": "#/$defs/n" } }, "required": ["name"],
+            "$defs": { "n": { "enum": ["Ada", "Bo"] } }, "additionalProperties": false,
         });
         let of = |style, several, otherwise| Grammar::Calls {
             style,

@@ -163,7 +163,9 @@ impl TextForm {
         if tokens.is_empty() {
             return (Value::Null, offset);
         }
-        let told = json!({ "tokens": names, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets });
+        let told = json!({
+            "tokens": names, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets,
+        });
         (told, offset)
     }
 

@@ -26,7 +26,8 @@ pub(in crate::server) fn check(origin: &str) -> Result<(), Failure> {
     match origin == "*" || rest.is_some_and(host) {
         true => Ok(()),
         false => Err(Failure::usage(format!(
-            "--allowed-origins {origin:?} is not an origin: write https://example.org or http://localhost:3000, without a path; or * for all"
+            "--allowed-origins {origin:?} is not an origin: write https://example.org or http://localhost:3000, \
+             without a path; or * for all"
         ))),
     }
 }

@@ -71,8 +71,8 @@ impl ApiError {
 
     /// A constraint failed while generating.
     pub(in crate::server) fn grammar() -> Self {
-        let message = "the text could not be kept to its schema or grammar: it grows beyond what is computed for a request, or \
-                       allows none of the model's tokens";
+        let message = "the text could not be kept to its schema or grammar: it grows beyond what is computed for a \
+                       request, or allows none of the model's tokens";
         Self::request(message).with_code("grammar_limit")
     }
 

@@ -610,7 +610,10 @@ mod tests {
 
     #[test]
     fn items_become_the_messages_of_a_chat() {
-        let call = |id: &str| json!({ "type": "function_call", "call_id": id, "name": "heat", "arguments": "{}", "id": "fc_1" });
+        let call = |id: &str| {
+            let arguments = "{}";
+            json!({ "type": "function_call", "call_id": id, "name": "heat", "arguments": arguments, "id": "fc_1" })
+        };
         let called =
             |id: &str| json!({ "id": id, "type": "function", "function": { "name": "heat", "arguments": "{}" } });
         let said = |kind: &str, text: &str| json!([{ "type": kind, "text": text, "annotations": [] }]);

@@ -137,8 +137,8 @@ impl<'a> Masker<'a> {
         if by_assistant.contains(&false) {
             if by_assistant.len() != ranges.len() {
                 return Err(Failure::new(format!(
-                    "the chat template marks {} parts with generation, but {} messages are the assistant's: which of them \
-                     are not supervised cannot be told",
+                    "the chat template marks {} parts with generation, but {} messages are the assistant's: which of \
+                     them are not supervised cannot be told",
                     ranges.len(),
                     by_assistant.len()
                 )));
@@ -189,8 +189,8 @@ impl<'a> Masker<'a> {
         let shared = shared_prefix(prompt, &complete);
         if shared < self.template.render_complete(before)?.len() {
             return Err(Failure::new(format!(
-                "the chat template renders the messages before turn {} differently once the turn exists, so that what the \
-                 assistant writes cannot be told: mark it with {{% generation %}} in the template",
+                "the chat template renders the messages before turn {} differently once the turn exists, so that \
+                 what the assistant writes cannot be told: mark it with {{% generation %}} in the template",
                 turn + 1
             )));
         }
@@ -242,8 +242,8 @@ impl<'a> Masker<'a> {
         let all: Vec<u32> = inside.iter().map(|at| tokens[*at].0).collect();
         let tail = self.tokenizer.decode(&all[all.len().saturating_sub(6)..]).unwrap_or_default();
         Failure::new(format!(
-            "the chat template ends a turn of the assistant with {tail:?}, in which there is no control token: generation would not \
-             stop there; let the template write the model's end token behind the content"
+            "the chat template ends a turn of the assistant with {tail:?}, in which there is no control token: \
+             generation would not stop there; let the template write the model's end token behind the content"
         ))
     }
 }

@@ -202,8 +202,8 @@ impl Chat {
             lost += &format!(", {dropped} dropped as nothing in them is supervised");
         }
         format!(
-            "{layout}{conversations} conversations, {examples} examples{lost}; {share:.1}% of {tokens} tokens are supervised; {packed} rows, \
-             {steps} steps of {rows} ({epochs:.1} epochs)"
+            "{layout}{conversations} conversations, {examples} examples{lost}; {share:.1}% of {tokens} tokens are \
+             supervised; {packed} rows, {steps} steps of {rows} ({epochs:.1} epochs)"
         )
     }
 

@@ -80,7 +80,8 @@ impl Start {
         };
         match (found, gpus) {
             (Some((launcher, _)), Some(count)) if count > 1 => Err(Failure::usage(format!(
-                "--gpus {count} and {launcher} both start ranks: leave out --gpus, and have {launcher} start one for each GPU"
+                "--gpus {count} and {launcher} both start ranks: leave out --gpus, and have {launcher} start one for \
+                 each GPU"
             ))),
             (Some((_, place)), _) if place.rank.ranks > 1 => Ok(Self::Rank(place)),
             (_, Some(count)) if count > 1 => Ok(Self::Launch { count, first: 0, all: count, at: None }),
@@ -167,7 +168,8 @@ fn open_mpi(environment: Environment<'_>) -> Result<Option<Place>, Failure> {
         None if here == Some(ranks) => "127.0.0.1".into(),
         None => {
             return Err(Failure::usage(
-                "on several machines mpirun needs the address of rank 0: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
+                "on several machines mpirun needs the address of rank 0: mpirun -x MASTER_ADDR=HOST -x \
+                 MASTER_PORT=PORT",
             ));
         }
     };

@@ -66,8 +66,8 @@ impl Sink for Lines {
                 };
                 let (perplexity, rewards) = (shown(perplexity), shown_rewards(rewards));
                 eprintln!(
-                    "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}{rewards}  learning rate {learning_rate:.2e}  gradient \
-                     norm {gradient_norm:.2}  {tokens_per_second:.0} tokens/s{left}"
+                    "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}{rewards}  learning rate \
+                     {learning_rate:.2e}  gradient norm {gradient_norm:.2}  {tokens_per_second:.0} tokens/s{left}"
                 );
             }
             Event::Validated {

@@ -90,17 +90,19 @@ backend_test!(attention_matches_the_reference::<B>(device) {
 });
 
 backend_test!(capped_scores_and_their_gradients_match_the_reference::<B>(device) {
-    for ([batch_size, n_heads, n_kv_heads, tokens, head_dim], cap, drop) in [
-        ([2, 4, 2, 3, 8], 0.5, false),
-        ([1, 3, 1, 65, 6], 2.0, true),
-        ([1, 2, 2, 130, 64], 5.0, false),
-    ] {
+    for ([batch_size, n_heads, n_kv_heads, tokens, head_dim], cap, drop) in
+        [([2, 4, 2, 3, 8], 0.5, false), ([1, 3, 1, 65, 6], 2.0, true), ([1, 2, 2, 130, 64], 5.0, false)]
+    {
         let heads = |seed, heads| random::<B, 4>(seed, [batch_size, heads, tokens, head_dim], &device) * 2.0;
         let inputs = [heads(1, n_heads), heads(2, n_kv_heads), heads(3, n_kv_heads)];
         let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
         let options = AttentionOptions::new(head_dim).with_scale(0.9).with_softcap(Some(cap)).with_dropout(dropped);
         let lengths = Tensor::<Autodiff<B>, 1, Int>::full([batch_size], (tokens - 1) as i64, &device);
-        for mask in [AttentionMask::Causal { window: None }, AttentionMask::Causal { window: Some(2) }, AttentionMask::Lengths(lengths)] {
+        for mask in [
+            AttentionMask::Causal { window: None },
+            AttentionMask::Causal { window: Some(2) },
+            AttentionMask::Lengths(lengths),
+        ] {
             assert_parity_within(
                 tolerance_under_test::<B>(&device).or_zero(),
                 &format!("attention capped at {cap}, {n_heads}/{n_kv_heads}x{tokens}x{head_dim}"),
@@ -119,9 +121,9 @@ backend_test!(documents_in_a_row_attend_as_if_each_were_alone::<B>(device) {
     let (lengths, total) = ([1, 70, 3, 66], 140);
     let random = |seed| random::<B, 4>(seed, [1, 2, total, 16], &device);
     let inputs = [random(1), random(2), random(3)];
-    let begins: Vec<usize> = lengths.iter().scan(0, |end, length| Some(std::mem::replace(end, *end + length))).collect();
-    let starts: Vec<i32> =
-        begins.iter().zip(lengths).flat_map(|(begin, length)| vec![*begin as i32; length]).collect();
+    let begins: Vec<usize> =
+        lengths.iter().scan(0, |end, length| Some(std::mem::replace(end, *end + length))).collect();
+    let starts: Vec<i32> = begins.iter().zip(lengths).flat_map(|(begin, length)| vec![*begin as i32; length]).collect();
     let starts = Tensor::<B, 1, Int>::from_data(starts.as_slice(), &device).reshape([1, total]);
     let attend = |[q, k, v]: [Tensor<B, 4>; 3], mask| attention(q, k, v, &mask, AttentionOptions::new(16));
     let together = attend(inputs.clone(), AttentionMask::Documents { starts, window: None });
@@ -220,7 +222,8 @@ backend_test!(attention_of_queries_without_keys_is_finite::<B>(device) {
     assert!(values(&output).iter().all(|x| x.is_finite()), "output");
     let alone = inputs.clone().map(|x| x.narrow(0, 1, 1));
     let mask = AttentionMask::<Autodiff<B>>::None;
-    let alone = with_gradients(&alone, DType::F32, |i| attention(i[0].clone(), i[1].clone(), i[2].clone(), &mask, options)).0;
+    let alone =
+        with_gradients(&alone, DType::F32, |i| attention(i[0].clone(), i[1].clone(), i[2].clone(), &mask, options)).0;
     assert_close("the other row", &output.narrow(0, 1, 1), &alone, tolerance::<B>(&device));
     for gradient in gradients {
         assert!(values(&gradient).iter().all(|x| x.is_finite()), "gradient");

@@ -75,7 +75,8 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 if batch_size > starts.len() && starts[0] > 20 {
                     continue;
                 }
-                let pages = (0..3).map(|at| (starts[at] + 12usize).div_ceil(page_tokens)).max().expect("rows") * batch_size;
+                let pages =
+                    (0..3).map(|at| (starts[at] + 12usize).div_ceil(page_tokens)).max().expect("rows") * batch_size;
                 let pages = if pages.is_multiple_of(7) { pages + 1 } else { pages };
                 let mut cases = vec![(CacheDType::Float(dtype), CacheDType::Float(FloatDType::F32), tolerance)];
                 // On other backends than the CPU, each case is compiled.
@@ -111,11 +112,20 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                             _ => CachedTokens::new(grown, window, &device),
                         };
                         let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                        let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours).cast(DType::F32);
-                        let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, &at, &mut theirs);
+                        let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours)
+                            .cast(DType::F32);
+                        let b = plain::cached_attention(
+                            qkv.cast(DType::F32),
+                            heads,
+                            placement.clone(),
+                            options,
+                            &at,
+                            &mut theirs,
+                        );
                         let b = b.reshape([tokens, heads.n_heads * head_dim]);
                         let what = format!(
-                            "{heads:?} {dtype:?}, {own:?} with {other:?}, window {window:?} starts {starts:?}, step {step}"
+                            "{heads:?} {dtype:?}, {own:?} with {other:?}, window {window:?} starts {starts:?}, step \
+                             {step}"
                         );
                         assert_close(&what, &a, &b, tolerance);
                         last = Some((which, at));
@@ -149,15 +159,24 @@ backend_test!(scales_caps_and_partial_rotation_match_the_reference::<B>(device) 
                 let cache = |dtype| LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(dtype), &device);
                 let (mut ours, mut theirs) = (cache(dtype), cache(FloatDType::F32));
                 let mut rows = Growing::new(3, page_tokens, pages);
-                let steps: [&[(usize, usize)]; 3] = [&[(0, 3), (1, 70), (2, 1)], &[(0, 1), (1, 1), (2, 1)], &[(0, 5), (2, 1)]];
+                let steps: [&[(usize, usize)]; 3] =
+                    [&[(0, 3), (1, 70), (2, 1)], &[(0, 1), (1, 1), (2, 1)], &[(0, 5), (2, 1)]];
                 for (step, which) in steps.into_iter().enumerate() {
                     let at = CachedTokens::new(rows.grown(which), window, &device);
                     let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
                     let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype) * 2.0;
                     let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours);
-                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, &at, &mut theirs);
+                    let b = plain::cached_attention(
+                        qkv.cast(DType::F32),
+                        heads,
+                        placement.clone(),
+                        options,
+                        &at,
+                        &mut theirs,
+                    );
                     let b = b.reshape([tokens, heads.n_heads * head_dim]);
-                    let what = format!("{heads:?}, {half} pairs, {dtype:?}, {options:?}, window {window:?}, step {step}");
+                    let what =
+                        format!("{heads:?}, {half} pairs, {dtype:?}, {options:?}, window {window:?}, step {step}");
                     assert_close(&what, &a.cast(DType::F32), &b, tolerance.times(2.0));
                 }
             }
@@ -209,8 +228,16 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                     let at = CachedTokens::new(rows.grown(which), window, &device);
                     let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
                     let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                    let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours).cast(DType::F32);
-                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, &at, &mut theirs);
+                    let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours)
+                        .cast(DType::F32);
+                    let b = plain::cached_attention(
+                        qkv.cast(DType::F32),
+                        heads,
+                        placement.clone(),
+                        options,
+                        &at,
+                        &mut theirs,
+                    );
                     let b = b.reshape([tokens, heads.n_heads * head_dim]);
                     // Row by row: a small one would be lost among the others.
                     let mut first = 0;
@@ -252,15 +279,24 @@ backend_test!(what_is_no_number_stays_in_its_row_and_is_not_lost::<B>(device) {
     for dtype in [CacheDType::Float(FloatDType::F32), CacheDType::Int8] {
         let mut cache = LayerCache::<B>::new(3, 64, heads, dtype, &device);
         let mut pass = |rows: &[(&[u32], usize, usize)], bad: Option<usize>| {
-            let rows: Vec<CachedRow> =
-                rows.iter().map(|(pages, tokens, keys)| CachedRow { pages: (*pages).into(), tokens: *tokens, keys: *keys }).collect();
+            let rows: Vec<CachedRow> = rows
+                .iter()
+                .map(|(pages, tokens, keys)| CachedRow { pages: (*pages).into(), tokens: *tokens, keys: *keys })
+                .collect();
             let tokens = rows.iter().map(|row| row.tokens).sum::<usize>();
             let mut qkv = values(&random::<B, 2>(tokens as u64, [tokens, heads.width()], &device));
             if let Some(bad) = bad {
                 qkv[bad * heads.width()..][..heads.width()].fill(f32::NAN);
             }
             let qkv = Tensor::from_data(TensorData::new(qkv, [tokens, heads.width()]), &device);
-            let output = values(&cached_attention(qkv, heads, bare(), AttentionOptions::new(16), &CachedTokens::new(rows, None, &device), &mut cache));
+            let output = values(&cached_attention(
+                qkv,
+                heads,
+                bare(),
+                AttentionOptions::new(16),
+                &CachedTokens::new(rows, None, &device),
+                &mut cache,
+            ));
             output.chunks_exact(64).map(|row| row.iter().all(|value| value.is_finite())).collect::<Vec<bool>>()
         };
         // The third of five tokens; those after it see it, and so does the next decoded token.

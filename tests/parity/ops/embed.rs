@@ -67,7 +67,8 @@ backend_test!(embed_matches_the_reference::<B>(device) {
         if [63, 513, 1500].contains(&vocabulary) {
             let other = tokens.clone().flip([1]);
             let twice = |i: &[Tensor<Autodiff<B>, 2>]| {
-                embed(i[0].clone(), tokens.clone(), FloatDType::F32) * embed(i[0].clone(), other.clone(), FloatDType::F32)
+                embed(i[0].clone(), tokens.clone(), FloatDType::F32)
+                    * embed(i[0].clone(), other.clone(), FloatDType::F32)
             };
             assert_parity(&format!("{name} twice"), from_ref(&table), twice, |i| {
                 plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32)

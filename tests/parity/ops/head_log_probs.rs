@@ -25,7 +25,8 @@ fn plain<B: Backend>(hidden: Tensor<B, 2>, weight: Tensor<B, 2>, targets: Tensor
 
 backend_test!(head_log_probs_are_those_of_a_softmax_whatever_the_chunk::<B>(device) {
     for (rows, d_model, vocabulary) in [(1, 3, 2), (9, 16, 33), (40, 24, 130)] {
-        let (hidden, weight) = (random::<B, 2>(1, [rows, d_model], &device), random::<B, 2>(2, [vocabulary, d_model], &device));
+        let (hidden, weight) =
+            (random::<B, 2>(1, [rows, d_model], &device), random::<B, 2>(2, [vocabulary, d_model], &device));
         let targets = targets::<Autodiff<B>>(rows, vocabulary, &device);
         for chunk in [None, Some(1), Some(7)] {
             assert_parity(
@@ -51,7 +52,12 @@ backend_test!(head_log_probs_in_half_precision_are_close_to_those_of_a_softmax::
             with_gradients(&inputs, DType::F32, |i| plain(i[0].clone(), i[1].clone(), targets.clone()));
         assert_close(&format!("{dtype:?} head_log_probs"), &output, &wanted, Tolerance::new(1e-2, dtype));
         for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
-            assert_close(&format!("{dtype:?} head_log_probs, gradient {at}"), gradient, wanted, Tolerance::new(2e-2, dtype));
+            assert_close(
+                &format!("{dtype:?} head_log_probs, gradient {at}"),
+                gradient,
+                wanted,
+                Tolerance::new(2e-2, dtype),
+            );
         }
     }
 });

@@ -34,7 +34,9 @@ backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
             for chunk in [1, 7, 64, 1000] {
                 assert_parity_within(
                     tolerance,
-                    &format!("head_loss {rows}x{d_model}x{vocabulary}, smoothing {smoothing}, cap {softcap:?}, chunk {chunk}"),
+                    &format!(
+                        "head_loss {rows}x{d_model}x{vocabulary}, smoothing {smoothing}, cap {softcap:?}, chunk {chunk}"
+                    ),
                     &[strided(hidden.clone()), weight.clone()],
                     |i| head_loss(i[0].clone(), i[1].clone(), targets.clone(), options.with_chunk(chunk)),
                     |i| {
@@ -120,15 +122,29 @@ backend_test!(head_loss_of_a_large_vocabulary_in_half_precision_is_close_to_the_
                     format!("{dtype:?} head_loss {rows}x{d_model}x{vocabulary}, smoothing {smoothing}, chunk {chunk}");
                 assert_close(&what, &loss, &wanted, Tolerance::new(1e-2, dtype));
                 let [hidden, weight] = inputs.clone();
-                let alone =
-                    head_loss(hidden.cast(dtype), weight, targets.clone().inner(), options.with_chunk(chunk));
+                let alone = head_loss(hidden.cast(dtype), weight, targets.clone().inner(), options.with_chunk(chunk));
                 assert_close(&format!("{what}, without gradients"), &alone, &loss, 1e-5);
-                assert_close(&format!("{what}, gradient of hidden"), &gradients[0], &wanted_gradients[0], Tolerance::new(3e-2, dtype));
-                assert_close(&format!("{what}, gradient of the weight"), &gradients[1], &wanted_gradients[1], Tolerance::new(4e-2, dtype));
+                assert_close(
+                    &format!("{what}, gradient of hidden"),
+                    &gradients[0],
+                    &wanted_gradients[0],
+                    Tolerance::new(3e-2, dtype),
+                );
+                assert_close(
+                    &format!("{what}, gradient of the weight"),
+                    &gradients[1],
+                    &wanted_gradients[1],
+                    Tolerance::new(4e-2, dtype),
+                );
                 // Tokens that are not targets have far smaller gradients.
                 let others = |x: &Tensor<B, 2>| x.clone().narrow(0, FIRST, vocabulary - FIRST - 1);
                 let [gradient, wanted] = [&gradients[1], &wanted_gradients[1]].map(others);
-                assert_close(&format!("{what}, gradient of the other tokens' weight"), &gradient, &wanted, Tolerance::new(4e-2, dtype));
+                assert_close(
+                    &format!("{what}, gradient of the other tokens' weight"),
+                    &gradient,
+                    &wanted,
+                    Tolerance::new(4e-2, dtype),
+                );
             }
         }
     }

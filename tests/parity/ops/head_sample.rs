@@ -139,7 +139,12 @@ backend_test!(token_counts_are_how_often_each_stands_in_a_text::<B>(device) {
         let mut counts = TokenCounts::<B>::new(3, vocabulary, &device);
         let text = |seed: usize| -> Vec<u32> {
             let mut text: Vec<u32> = (0..most).map(|_| (seed % vocabulary) as u32).collect();
-            text.extend((0..vocabulary).step_by(seed).map(|token| token as u32).filter(|token| *token as usize != seed % vocabulary));
+            text.extend(
+                (0..vocabulary)
+                    .step_by(seed)
+                    .map(|token| token as u32)
+                    .filter(|token| *token as usize != seed % vocabulary),
+            );
             text
         };
         let sequences = [text(2), text(5), vec![]];
@@ -203,7 +208,8 @@ backend_test!(draws_are_those_of_the_reference::<B>(device) {
         let sampled = SampledRows::new(&rows, &device);
         let read = |tokens: Tensor<B, 1, Int>| tokens.into_data().iter::<i64>().collect::<Vec<i64>>();
         let a = read(head_sample(hidden.clone(), weight.clone(), &sampled, positions.clone(), Some(&mut ours)));
-        let b = read(plain::head_sample(hidden.clone(), weight.clone(), &sampled, positions.clone(), Some(&mut theirs)));
+        let b =
+            read(plain::head_sample(hidden.clone(), weight.clone(), &sampled, positions.clone(), Some(&mut theirs)));
         let greedy = SampledRows::new(&vec![SampledRow::from(Sampling::greedy()); rows.len()], &device);
         let greedy = read(plain::head_sample(hidden.clone(), weight.clone(), &greedy, positions.clone(), None));
         for (row, SampledRow { sampling, line }) in rows.iter().enumerate() {

@@ -70,13 +70,15 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
     // Whole tiles, partial stages of the inner dimension, odd sizes, and small ones; as large as
     // tensor cores need.
     for [rows, d_input, d_output] in [[1024, 768, 512], [1024, 771, 514], [640, 1537, 301], [70, 300, 130]] {
-        let (x, weight) = (random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device));
+        let (x, weight) =
+            (random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device));
         let grad = upstream::<B, 2>([rows, d_output], &device);
         let [host_x, host_weight, host_grad] = [&x, &weight, &grad].map(values);
         // The forward pass with products of one kind, and the backward pass while the other is
         // requested.
         let errors = |forward: F32Products, later: F32Products| {
-            let inputs = [x.clone(), strided(weight.clone())].map(|x| Tensor::<Autodiff<B>, 2>::from_inner(x).require_grad());
+            let inputs =
+                [x.clone(), strided(weight.clone())].map(|x| Tensor::<Autodiff<B>, 2>::from_inner(x).require_grad());
             let span = forward.enter();
             let output = linear(inputs[0].clone(), inputs[1].clone(), None);
             drop(span);
@@ -92,9 +94,8 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
                 let got = values(got);
                 let at = (0..m * n).step_by(m * n / 499 + 1).map(|at| (at / n, at % n));
                 let exact = |(row, column): (usize, usize)| -> f32 {
-                    let product = |k: usize| {
-                        f64::from(a.0[row * a.1 + k * a.2]) * f64::from(b.0[column * b.1 + k * b.2])
-                    };
+                    let product =
+                        |k: usize| f64::from(a.0[row * a.1 + k * a.2]) * f64::from(b.0[column * b.1 + k * b.2]);
                     (0..depth).map(product).sum::<f64>() as f32
                 };
                 let wanted: Vec<f32> = at.clone().map(exact).collect();
@@ -125,7 +126,8 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
 // A rehearsal launches only some kernels: its results are garbage, and later ones are right.
 backend_test!(products_are_right_behind_a_rehearsal_of_them::<B>(device) {
     let dtype = half_or_single::<B>(&device);
-    let (x, weight) = (random::<B, 2>(1, [640, 512], &device).cast(dtype), random::<B, 2>(2, [1024, 512], &device).cast(dtype));
+    let (x, weight) =
+        (random::<B, 2>(1, [640, 512], &device).cast(dtype), random::<B, 2>(2, [1024, 512], &device).cast(dtype));
     let mut calls = 0;
     compile_ahead::<B>(&device, || {
         calls += 1;
@@ -163,12 +165,16 @@ backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(devi
                 let (output, gradients) = with_gradients(&[x.clone(), weight.clone()], DType::F32, |i| {
                     linear(i[0].clone().cast(dtype), i[1].clone(), None).cast(DType::F32)
                 });
-                let (wanted, wanted_gradients) = with_gradients(&[x, weight], DType::F32, |i| {
-                    plain::linear(i[0].clone(), i[1].clone(), None)
-                });
+                let (wanted, wanted_gradients) =
+                    with_gradients(&[x, weight], DType::F32, |i| plain::linear(i[0].clone(), i[1].clone(), None));
                 assert_close(&what, &output, &wanted, Tolerance::new(1e-2, dtype));
                 for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
-                    assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, Tolerance::new(2e-2, dtype));
+                    assert_close(
+                        &format!("{what}, gradient of input {at}"),
+                        gradient,
+                        wanted,
+                        Tolerance::new(2e-2, dtype),
+                    );
                 }
             }
         }
@@ -206,7 +212,12 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
             for bias in [Some(bias), None] {
                 let product = plain::linear(wide(&x), wide(&weight), bias.clone());
                 let what = format!("{dtype:?} linear {rows}x{d_input}x{d_output}, biased {}", bias.is_some());
-                assert_close(&what, &wide(&linear(x.clone(), weight.clone(), bias.clone())), &product, Tolerance::new(1e-2, dtype));
+                assert_close(
+                    &what,
+                    &wide(&linear(x.clone(), weight.clone(), bias.clone())),
+                    &product,
+                    Tolerance::new(1e-2, dtype),
+                );
                 // Contiguous, parts of wider rows with and without aligned pairs, column-major, and
                 // f32.
                 for (layout, residual) in [
@@ -278,10 +289,10 @@ backend_test!(fused_projections_match_the_reference::<B>(device) {
 
 backend_test!(skinny_projections_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
-        for shape in
-            [[1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128], [33, 64, 64],
-            [2, 72, 6150], [20, 72, 6144]]
-        {
+        for shape in [
+            [1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128],
+            [33, 64, 64], [2, 72, 6150], [20, 72, 6144],
+        ] {
             check_projections::<B>(shape, dtype, tolerance, &device);
         }
     }
@@ -292,7 +303,10 @@ backend_test!(skinny_projections_match_the_reference::<B>(device) {
 // GPU.
 backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
-        let few = [[9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400], [12, 72, 34_000]];
+        let few = [
+            [9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400],
+            [12, 72, 34_000],
+        ];
         let burns = dtype == FloatDType::F32 && !B::is_synchronous();
         let many: &[_] = if burns { &[] } else { &[[500, 520, 1000], [1000, 1344, 1016]] };
         for shape in few.into_iter().chain(many.iter().copied()) {
@@ -373,7 +387,9 @@ backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<
     let mut held: Vec<(u64, Tensor<B, 2>)> = Vec::new();
     for round in 0..3 {
         held.retain(|(seed, _)| seed % 3 == 0);
-        held.extend((0..12).map(|at| 2 + 12 * round + at).map(|seed| (seed, linear(input(seed), weight.clone(), None))));
+        held.extend(
+            (0..12).map(|at| 2 + 12 * round + at).map(|seed| (seed, linear(input(seed), weight.clone(), None))),
+        );
         for (seed, result) in &held {
             let wanted = plain::linear(input(*seed), weight.clone(), None);
             assert_close(&format!("input {seed} in round {round}"), result, &wanted, tolerance::<B>(&device));
@@ -383,7 +399,9 @@ backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<
 
 backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
-        for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001], [3, 1024, 16_400], [20, 264, 34_000]] {
+        for [rows, d_input, d_output] in
+            [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001], [3, 1024, 16_400], [20, 264, 34_000]]
+        {
             let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let weight = random::<B, 2>(2, [d_output, d_input], &device);

@@ -12,7 +12,8 @@ use crate::harness::{
 use crate::plain;
 
 backend_test!(norms_match_the_reference::<B>(device) {
-    for (rows, columns) in [(1, 2), (3, 3), (63, 65), (64, 64), (129, 7), (2, 1000), (5, 4100), (4097, 24), (2, 20_000)] {
+    for (rows, columns) in [(1, 2), (3, 3), (63, 65), (64, 64), (129, 7), (2, 1000), (5, 4100), (4097, 24), (2, 20_000)]
+    {
         let x = random::<B, 2>(1, [rows, columns], &device) + 0.5;
         let gamma = random::<B, 2>(2, [1, columns], &device);
         let beta = random::<B, 2>(3, [1, columns], &device);
@@ -77,8 +78,9 @@ backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
 backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(device) {
     for dtype in halves::<B>(&device) {
         // Many rows have a separate kernel on some devices.
-        let sizes =
-            [(3, 40), (63, 65), (128, 128), (700, 384), (1057, 768), (2200, 1280), (1200, 65), (7000, 264), (4097, 512)];
+        let sizes = [
+            (3, 40), (63, 65), (128, 128), (700, 384), (1057, 768), (2200, 1280), (1200, 65), (7000, 264), (4097, 512),
+        ];
         for (rows, columns) in sizes {
             // Some rows are parts of wider ones.
             let around_rows = if rows % 2 == 0 { 8 } else { 0 };
@@ -110,17 +112,28 @@ backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(devic
                     if around { normed + x } else { normed }
                 });
                 let what = format!(
-                    "{dtype:?} norm {rows}x{columns}, layer {layer}, shifted {shifted}, with what goes around it {around}"
+                    "{dtype:?} norm {rows}x{columns}, layer {layer}, shifted {shifted}, with what goes around it \
+                     {around}"
                 );
                 assert_close(&what, &output, &wanted, Tolerance::new(1e-2, dtype));
                 // Sums over many rows average out rounding: one missing row is visible.
                 let of_weights = if rows >= 1000 && weight_dtype == DType::F32 { 5e-3 } else { 2e-2 };
                 for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
                     let tolerance = if at == 0 { 2e-2 } else { of_weights };
-                    assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, Tolerance::new(tolerance, dtype));
+                    assert_close(
+                        &format!("{what}, gradient of input {at}"),
+                        gradient,
+                        wanted,
+                        Tolerance::new(tolerance, dtype),
+                    );
                 }
                 let last = |x: &Tensor<B, 2>| x.clone().narrow(0, rows - rows.min(8), rows.min(8));
-                assert_close(&format!("{what}, the last rows"), &last(&gradients[0]), &last(&wanted_gradients[0]), Tolerance::new(2e-2, dtype));
+                assert_close(
+                    &format!("{what}, the last rows"),
+                    &last(&gradients[0]),
+                    &last(&wanted_gradients[0]),
+                    Tolerance::new(2e-2, dtype),
+                );
             }
         }
     }

@@ -7,7 +7,8 @@ use crate::compare::{random, values};
 
 backend_test!(shared_tensors_are_what_they_were_shared_as::<B>(device) {
     let x = random::<B, 3>(3, [3, 5, 7], &device);
-    let views = [x.clone(), x.clone().swap_dims(1, 2).reshape([3, 5, 7]), x.narrow(1, 1, 3).repeat_dim(1, 2).narrow(1, 0, 5)];
+    let views =
+        [x.clone(), x.clone().swap_dims(1, 2).reshape([3, 5, 7]), x.narrow(1, 1, 3).repeat_dim(1, 2).narrow(1, 0, 5)];
     for x in views {
         let (wanted, dims) = (values(&x), x.dims());
         let tensor = DeviceTensor::new(x);

@@ -114,7 +114,8 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
             let has_groups = matches!(format, Format::Blocks(_) | Format::Grouped(_));
             let (widths, size) = if has_groups { ([512, 256], 0.1) } else { ([24, 16], 0.5) };
             let quantized = [widths, [widths[1], widths[0]]].map(|shape| {
-                formats::matrix::<B>(format, shape[0] as u64, shape, size, &device).expect("rows that the format stores")
+                formats::matrix::<B>(format, shape[0] as u64, shape, size, &device)
+                    .expect("rows that the format stores")
             });
             let wide = quantized.each_ref().map(formats::wide);
             let wanted = with_weights::<B>(floats(true, &wide), dtype.into(), &device);
@@ -125,10 +126,13 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
 });
 
 backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device) {
-    for (format, (dtype, tolerance)) in Format::ALL.into_iter().flat_map(|format| dtypes::<B>(&device).into_iter().map(move |dtype| (format, dtype))) {
+    for (format, (dtype, tolerance)) in
+        Format::ALL.into_iter().flat_map(|format| dtypes::<B>(&device).into_iter().map(move |dtype| (format, dtype)))
+    {
         let mut stored = 0;
         for [rows, d_input, d_output] in [
-            [1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64], [1, 256, 33], [5, 768, 47], [19, 512, 80],
+            [1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64], [1, 256, 33],
+            [5, 768, 47], [19, 512, 80],
         ] {
             let Some(quantized) = formats::matrix::<B>(format, 2, [d_output, d_input], 1.0, &device) else {
                 continue;
@@ -174,7 +178,8 @@ backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device)
                 let ours = norm_gate_up(x.clone(), Some(&norm), weight(), None, swiglu).cast(DType::F32);
                 assert_close(&what, &ours, &plain::activate(product, swiglu), of_product.times(2.0));
             }
-            let targets = integers::<B, 1>((0..rows as i32).map(|at| at * 7 % d_output as i32).collect(), [rows], &device);
+            let targets =
+                integers::<B, 1>((0..rows as i32).map(|at| at * 7 % d_output as i32).collect(), [rows], &device);
             let loss = head_loss(x.clone(), weight(), targets.clone(), HeadLossOptions::default());
             let wanted = plain::head_loss(x.cast(DType::F32), wide.clone(), targets, HeadLossOptions::default());
             // Near zero where one class wins: the error counts as of a loss of one nat.
@@ -193,9 +198,13 @@ backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device)
 
 backend_test!(a_stack_of_formats_is_one_matrix::<B>(device) {
     let formats = [
-        (Format::Blocks(BlockFormat::Q4K), 48), (Format::Blocks(BlockFormat::Q6K), 37), (Format::F16, 16), (Format::Int8, 27),
+        (Format::Blocks(BlockFormat::Q4K), 48),
+        (Format::Blocks(BlockFormat::Q6K), 37),
+        (Format::F16, 16),
+        (Format::Int8, 27),
     ];
-    let parts = formats.map(|(format, rows)| formats::matrix::<B>(format, 3, [rows, 256], 1.0, &device).expect("whole blocks"));
+    let parts =
+        formats.map(|(format, rows)| formats::matrix::<B>(format, 3, [rows, 256], 1.0, &device).expect("whole blocks"));
     let wide = Tensor::cat(parts.iter().map(formats::wide).collect(), 0);
     let stack = || Weight::from(parts.to_vec());
     assert_eq!(stack().dims(), [128, 256]);
@@ -216,5 +225,10 @@ backend_test!(a_stack_of_formats_is_one_matrix::<B>(device) {
         let loss = (linear(x.clone(), weight, None) * up).sum();
         x.grad(&loss.backward()).expect("a gradient")
     };
-    assert_close("gradient", &run(tracked()), &run(Weight::Float(Tensor::from_inner(wide))), crate::compare::tolerance::<B>(&device));
+    assert_close(
+        "gradient",
+        &run(tracked()),
+        &run(Weight::Float(Tensor::from_inner(wide))),
+        crate::compare::tolerance::<B>(&device),
+    );
 });

@@ -234,7 +234,8 @@ fn ten_thousand_odd_requests_get_an_answer_and_do_no_harm() {
                         "/v1/utterances",
                     ]);
                     let mut body = json!({
-                        "messages": [{ "role": "user", "content": "x" }], "prompt": "x", "max_tokens": 1 + random.below(4),
+                        "messages": [{ "role": "user", "content": "x" }], "prompt": "x",
+                        "max_tokens": 1 + random.below(4),
                     });
                     if random.below(6) == 0 {
                         body["response_format"] = schema.clone();
@@ -261,8 +262,8 @@ fn ten_thousand_odd_requests_get_an_answer_and_do_no_harm() {
                     }
                     let mut text = body.to_string();
                     if random.below(10) == 0 {
-                        let at = (0..=random.below(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-                        text.truncate(at);
+                        let mut at = (0..=random.below(text.len())).rev();
+                        text.truncate(at.find(|at| text.is_char_boundary(*at)).unwrap_or(0));
                     }
                     let (status, answer) = server.ask(&head(path), &text);
                     let good = status == 200 || ((400..500).contains(&status) && answer.contains("\"error\""));

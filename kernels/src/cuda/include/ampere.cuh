@@ -30,8 +30,8 @@ __device__ __forceinline__ void copy_async_if(bool copies, u32 to, const void* f
 
 // Eight bytes.
 __device__ __forceinline__ void copy_async_8(u32 to, const void* from, bool zero) {
-    asm volatile("{ .reg .pred zero; setp.ne.b32 zero, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 8, zero; }" ::"r"(to), "l"(from),
-                 "r"(static_cast<int>(zero))
+    asm volatile("{ .reg .pred zero; setp.ne.b32 zero, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 8, zero; }" ::
+                 "r"(to), "l"(from), "r"(static_cast<int>(zero))
                  : "memory");
 }
 
@@ -96,8 +96,8 @@ __device__ __forceinline__ void transpose_words(u32 (&words)[4]) {
 
 // 16 bytes to memory, where they are to be written.
 __device__ __forceinline__ void store_if(bool writes, void* to, const u32 (&words)[4]) {
-    asm volatile("{ .reg .pred writes; setp.ne.b32 writes, %0, 0;\n@writes st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(
-                     static_cast<int>(writes)),
-                 "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+    asm volatile("{ .reg .pred writes; setp.ne.b32 writes, %0, 0;\n"
+                 "@writes st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::
+                 "r"(static_cast<int>(writes)), "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
 }

@@ -110,7 +110,8 @@ __device__ __forceinline__ void unpack(float (&values)[8], uint4 pairs) {
 }
 
 __device__ __forceinline__ uint4 pack(const float (&values)[8]) {
-    return make_uint4(pack(values[0], values[1]), pack(values[2], values[3]), pack(values[4], values[5]), pack(values[6], values[7]));
+    return make_uint4(pack(values[0], values[1]), pack(values[2], values[3]), pack(values[4], values[5]),
+                      pack(values[6], values[7]));
 }
 
 // ---- Lanes of a warp, and shared memory
@@ -163,9 +164,10 @@ __device__ __forceinline__ void matrices_load(u32 (&matrices)[4], u32 address) {
                  : "memory");
 }
 
-// ---- Dropout by the random bits of random/mod.rs: a cipher of five rounds over a row's number gives 32 bits, and another one over these and the
-// number of a pair of columns twice 16, those of the even column and of the odd one. What the first
-// round of the second makes of a row is the same for 131,072 columns.
+// ---- Dropout by the random bits of random/mod.rs: a cipher of five rounds over a row's number
+// gives 32 bits. Another one over these and the number of a pair of columns gives twice 16 bits: for
+// the even column and for the odd one. The first round of the second gives the same for 131,072
+// columns of a row.
 
 // As words of a launch: 16 bits below `threshold` drop a number, and others are multiplied by
 // `kept`, the bits of an f32.
@@ -198,7 +200,8 @@ __device__ __forceinline__ u32 random_row(const DropoutInfo& dropout, u32 row, i
     }
     // The high half of the pair's number meets the right half.
     row ^= static_cast<u32>(column) >> 17 << 16;
-    return cipher_round(row, static_cast<u32>(dropout.column_keys[0]), MULTIPLIERS[0]) ^ static_cast<u32>(dropout.column_keys[1]) << 16;
+    return cipher_round(row, static_cast<u32>(dropout.column_keys[0]), MULTIPLIERS[0]) ^
+           static_cast<u32>(dropout.column_keys[1]) << 16;
 }
 
 // 16 random bits of each column of a pair.

@@ -122,14 +122,15 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+        "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
 
 // Brings a box into the L2 cache alone.
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
+                 : "memory");
 }
 
 // Brings a box to the same place in both blocks of the cluster; each block's barrier counts its
@@ -150,10 +151,11 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int co
 
 // The same for a box of the rows of a head, in a tensor of `[batch, heads, rows, columns]` under
 // any strides.
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, int head, int batch, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, int head, int batch,
+                                         u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
-            "r"(to),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
@@ -166,8 +168,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int co
 
 // Bytes without a map: 16 or a multiple, as are both addresses.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+                 "r"(to), "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
@@ -230,7 +232,9 @@ __device__ __forceinline__ void registers_lower() {
 }
 
 #define SUMS(sums) "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-#define EIGHT_SUMS(at) SUMS(d[at]), SUMS(d[at + 1]), SUMS(d[at + 2]), SUMS(d[at + 3]), SUMS(d[at + 4]), SUMS(d[at + 5]), SUMS(d[at + 6]), SUMS(d[at + 7])
+#define EIGHT_SUMS(at) \
+    SUMS(d[at]), SUMS(d[at + 1]), SUMS(d[at + 2]), SUMS(d[at + 3]), \
+    SUMS(d[at + 4]), SUMS(d[at + 5]), SUMS(d[at + 6]), SUMS(d[at + 7])
 
 // So many sums of a thread, as operands of `asm` and as their names in it.
 #define SUMS_8 SUMS(d[0]), SUMS(d[1])
@@ -254,7 +258,7 @@ __device__ __forceinline__ void registers_lower() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// TF32: numbers are of 32 bits, of which a product takes the upper 19; tiles lie K-major, and have
+// TF32: numbers are of 32 bits, of which a product takes the upper 19; tiles are K-major, and have
 // half as many of K in as many bytes.
 #if TF32
 #define WGMMA_KIND "k8.f32.tf32.tf32"
@@ -264,31 +268,31 @@ __device__ __forceinline__ void registers_lower() {
 #define WGMMA_ORDERS(TRANSPOSED) ", " TRANSPOSED
 #endif
 
-// `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K (8 in TF32). `b` is a tile; `a` is one, too, or the
-// registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed. The operands
-// behind the sums are given by their names.
+// `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K (8 in
+// TF32). `b` is a tile; `a` is a tile, too, or registers with 16 columns in the layout of sums: two
+// blocks of 8 columns, packed. The operands after the sums are given by their names.
 template <int N>
 struct Wgmma;
 
-#define WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, ...)                                                                      \
-    asm volatile(                                                                                                        \
-        "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_KIND "\n"                                                           \
-        "{" NAMES_##COUNT "},\n" A ", " B ", p, 1, 1" WGMMA_ORDERS(TRANSPOSED) "; }\n"                                   \
-        : SUMS_##COUNT                                                                                                   \
+#define WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, ...)                                                                 \
+    asm volatile(                                                                                                   \
+        "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                              \
+        "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_KIND "\n"                                                      \
+        "{" NAMES_##COUNT "},\n" A ", " B ", p, 1, 1" WGMMA_ORDERS(TRANSPOSED) "; }\n"                              \
+        : SUMS_##COUNT                                                                                              \
         : __VA_ARGS__)
 
-#define WGMMA_OF_TILES(N, COUNT, A, B, ADD, TRANSPOSED)                                                                  \
-    template <int TRANSPOSE_A, int TRANSPOSE_B>                                                                          \
-    static __device__ __forceinline__ void multiply(float (&d)[N / 8][4], u64 a, u64 b, int add) {                       \
-        WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));            \
+#define WGMMA_OF_TILES(N, COUNT, A, B, ADD, TRANSPOSED)                                                             \
+    template <int TRANSPOSE_A, int TRANSPOSE_B>                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[N / 8][4], u64 a, u64 b, int add) {                  \
+        WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));       \
     }
 
-#define WGMMA_OF_REGISTERS(N, COUNT, A, B, ADD, TRANSPOSED)                                                              \
-    template <int TRANSPOSE_B>                                                                                           \
-    static __device__ __forceinline__ void multiply(float (&d)[N / 8][4], const u32 (&a)[4], u64 b, int add) {           \
-        WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add),             \
-              "n"(TRANSPOSE_B));                                                                                         \
+#define WGMMA_OF_REGISTERS(N, COUNT, A, B, ADD, TRANSPOSED)                                                         \
+    template <int TRANSPOSE_B>                                                                                      \
+    static __device__ __forceinline__ void multiply(float (&d)[N / 8][4], const u32 (&a)[4], u64 b, int add) {      \
+        WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add),        \
+              "n"(TRANSPOSE_B));                                                                                    \
     }
 
 template <>

@@ -296,9 +296,9 @@ pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
 /// Rows may have any number of new tokens and any length.
 ///
 /// # Panics
-/// If sizes do not fit, `options` has dropout, a row has more tokens than its pages hold, or a page that a row writes is
-/// listed twice; or in a rehearsal of [`compile_ahead`](crate::compile_ahead()), which would
-/// corrupt the cache.
+/// If sizes do not fit, `options` has dropout, a row has more tokens than its pages hold, or a page
+/// that a row writes is listed twice; or in a rehearsal of
+/// [`compile_ahead`](crate::compile_ahead()), which would corrupt the cache.
 pub fn cached_attention<B: CachedAttentionOps>(
     qkv: Tensor<B, 2>,
     heads: PackedHeads,

@@ -323,7 +323,8 @@ fn load() -> Result<Nccl, String> {
             Err(_) => {}
         }
     }
-    let mend = "several GPUs need NCCL 2.10 or newer: pip install nvidia-nccl-cu13 (or -cu12), or FIRECLAY_NCCL=PATH of libnccl.so.2";
+    let mend = "several GPUs need NCCL 2.10 or newer: pip install nvidia-nccl-cu13 (or -cu12), or FIRECLAY_NCCL=PATH \
+                of libnccl.so.2";
     let tried = if failures.is_empty() { "libnccl.so.2 was not found".into() } else { failures.join("; ") };
     Err(format!("{tried}: {mend}"))
 }

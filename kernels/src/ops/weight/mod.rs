@@ -116,7 +116,8 @@ pub trait WeightOps: UploadOps {
         reference::dequantize(operands.into_inner())
     }
 
-    /// Body of [`QuantizedWeight::stored`]: uploads the words, in the order in which the kernels of this backend read them.
+    /// Body of [`QuantizedWeight::stored`]: uploads the words, in the order in which the kernels of
+    /// this backend read them.
     ///
     /// # Errors
     /// If the device fails.
@@ -154,8 +155,8 @@ impl<B: WeightOps> QuantizedWeight<B> {
         B::store(Checked::new(weight))
     }
 
-    /// The nearest weights of a format to `values` `[d_output, d_input]`. None if rows of that length cannot be stored, or
-    /// floats are not quantized to that format here.
+    /// The nearest weights of a format to `values` `[d_output, d_input]`. None if rows of that
+    /// length cannot be stored, or floats are not quantized to that format here.
     ///
     /// # Errors
     /// If the device fails.

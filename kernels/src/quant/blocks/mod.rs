@@ -106,8 +106,8 @@ impl<T: Block> RowFormat for T {
 /// Evaluates an expression with `$name` as the type of a block format.
 macro_rules! with_block {
     ($format:expr, $name:ident => $body:expr) => {
-        $crate::quant::blocks::with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
-            Q2K k, Q3K k, Q4K k, Q5K k, Q6K k)
+        $crate::quant::blocks::with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple,
+            Q5_1 simple, Q8_0 simple, Q2K k, Q3K k, Q4K k, Q5K k, Q6K k)
     };
     (@ $format:expr, $name:ident, $body:expr, $($variant:ident $family:ident),*) => {
         match $format {

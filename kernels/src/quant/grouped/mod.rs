@@ -50,8 +50,8 @@ pub enum GroupedFormat {
 macro_rules! with_grouped {
     ($format:expr, $name:ident => $body:expr) => {
         $crate::quant::grouped::with_grouped!(@ $format, $name, $body, Int4x32 (Int4, 32), Int4x64 (Int4, 64),
-            Int4x128 (Int4, 128), Zeros4x32 (Zeros4, 32), Zeros4x64 (Zeros4, 64), Zeros4x128 (Zeros4, 128), Nf4 (Nf4, 64),
-            Fp4 (Fp4, 64), Fp8 (Fp8, 128), Int8x128 (Int8, 128))
+            Int4x128 (Int4, 128), Zeros4x32 (Zeros4, 32), Zeros4x64 (Zeros4, 64), Zeros4x128 (Zeros4, 128),
+            Nf4 (Nf4, 64), Fp4 (Fp4, 64), Fp8 (Fp8, 128), Int8x128 (Int8, 128))
     };
     (@ $format:expr, $name:ident, $body:expr, $($variant:ident ($code:ident, $group:literal)),*) => {
         match $format {

@@ -79,7 +79,7 @@ fn times(state: &State) -> String {
     let elapsed = duration(state.elapsed().as_secs_f64());
     match state.left() {
         Some(left) => format!("{elapsed} elapsed, {} left", duration(left)),
-        None => format!("{elapsed} gone"),
+        None => format!("{elapsed} elapsed"),
     }
 }
 

@@ -1,10 +1,11 @@
 //! Sampling in CubeCL without a sort, in two launches.
 //!
 //! ```text
-//! group_kernel   many cubes: the vocabulary in groups of tokens -> each group's largest logit and token (and its sum of
-//!                exponentials, for top-p alone)
-//! draw_kernel    a cube per row: a unit takes the largest of its groups; the bound is what top_k of these reach (a quarter
-//!                of the units for top-p alone; the largest plus ln(min_p) for min-p alone)
+//! group_kernel   many cubes: the vocabulary in groups of tokens -> each group's largest logit and
+//!                token (and its sum of exponentials, for top-p alone)
+//! draw_kernel    a cube per row: a unit takes the largest of its groups; the bound is what top_k of
+//!                these reach (a quarter of the units for top-p alone; the largest plus ln(min_p) for
+//!                min-p alone)
 //!                -> candidates: the tokens above it, from the groups whose largest is above it
 //!                -> each counts the candidates above it and adds up their probabilities: the cut of top-k and top-p
 //!                -> the largest logit plus Gumbel noise above the cut is the draw

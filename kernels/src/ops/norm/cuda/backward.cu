@@ -56,7 +56,8 @@ __device__ __forceinline__ void store(u32 address, const float (&values)[8]) {
     #pragma unroll
     for (int four = 0; four < 2; four++) {
         const float* from = values + 4 * four;
-        uint4 bits = {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])};
+        uint4 bits = {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]),
+                      __float_as_uint(from[3])};
         shared_store(address + 16 * four, bits);
     }
 }
@@ -74,9 +75,9 @@ __device__ __forceinline__ void each_vector(F of) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KERNEL_OF(norm_backward)(const unsigned short* x, const unsigned short* grad, const unsigned short* residual, const float* mean,
-                         const float* inverse, const Gamma* gamma, unsigned short* d_x, float* partial,
-                         const __grid_constant__ Info info) {
+    KERNEL_OF(norm_backward)(const unsigned short* x, const unsigned short* grad, const unsigned short* residual,
+                             const float* mean, const float* inverse, const Gamma* gamma, unsigned short* d_x,
+                             float* partial, const __grid_constant__ Info info) {
     Shared shared{shared_base()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int rows = static_cast<int>(info.rows), row = blockIdx.x * WARPS + warp, step = gridDim.x * WARPS;

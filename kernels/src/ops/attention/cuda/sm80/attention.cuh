@@ -49,7 +49,8 @@ struct Lane {
 
     __device__ __forceinline__ Lane() {
         int line = threadIdx.x % 8, second = threadIdx.x / 8 % 2, fourth = threadIdx.x / 16 % 2;
-        near = (line + second * 8) * ROW + ((fourth ^ line) << 4), far = (line + fourth * 8) * ROW + ((second ^ line) << 4);
+        near = (line + second * 8) * ROW + ((fourth ^ line) << 4),
+        far = (line + fourth * 8) * ROW + ((second ^ line) << 4);
     }
 
     // A lane for which columns begin at another multiple of 16 of a block of 64.
@@ -120,7 +121,8 @@ __device__ __forceinline__ void mask_row(float (&sums)[N / 8][4], int half, floa
 
 // Writes a row's sums from four lanes, 16 bytes each, multiplied by a factor.
 template <int N>
-__device__ __forceinline__ void write_row(bool there, unsigned short* row, const float (&sums)[N][4], int half, float factor) {
+__device__ __forceinline__ void write_row(bool there, unsigned short* row, const float (&sums)[N][4], int half,
+                                          float factor) {
     #pragma unroll
     for (int first = 0; first < N; first += 4) {
         u32 words[4];

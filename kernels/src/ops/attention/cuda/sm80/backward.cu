@@ -2,7 +2,8 @@
 // queries and the output's gradients of all heads that share the keys. Scores are transposed: a
 // key has a row.
 //
-//   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)     dV += P^T dO     dK += dS^T Q     dQ += dS K
+//   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)
+//   dV += P^T dO     dK += dS^T Q     dQ += dS K
 //
 // Eight warps share each product: those of scores and of what is left of keys 4 along the keys and
 // 2 along queries or columns, those of dQ by 32 columns each. P and dS go through shared memory.
@@ -95,7 +96,9 @@ struct Keys {
     int extent = 0;
 
     // Of a head.
-    static __device__ __forceinline__ int tiles(const Info& info) { return (static_cast<int>(info.keys) + KEYS - 1) / KEYS; }
+    static __device__ __forceinline__ int tiles(const Info& info) {
+        return (static_cast<int>(info.keys) + KEYS - 1) / KEYS;
+    }
 
     __device__ __forceinline__ Keys(const Info& info, int ticket, const void* rows) {
         int across = tiles(info), kv_heads = static_cast<int>(info.kv_heads);
@@ -111,7 +114,9 @@ struct Keys {
     }
 
     // How many keys there are for queries to see.
-    __device__ __forceinline__ int keys(const Info& info) const { return MASK == LENGTHS ? extent : static_cast<int>(info.keys); }
+    __device__ __forceinline__ int keys(const Info& info) const {
+        return MASK == LENGTHS ? extent : static_cast<int>(info.keys);
+    }
 
     __device__ __forceinline__ Range seeing(const Info& info) const {
         Range range = seeing_queries<QUERIES>(info, tile * KEYS, KEYS);
@@ -138,7 +143,8 @@ struct Order {
             last = unseen < 0 ? 0 : unseen / KEYS + 1;
         }
         if (MASK == DOCUMENTS) {
-            last = __ldg(&document_tile(rows, keys.batch, info.queries, block * (QUERIES / 64)).earliest) / 128 * (128 / KEYS);
+            last = __ldg(&document_tile(rows, keys.batch, info.queries, block * (QUERIES / 64)).earliest) / 128 *
+                   (128 / KEYS);
         }
     }
 };
@@ -192,12 +198,13 @@ struct Dropped {
     __device__ __forceinline__ bool at(int i, int value) const { return queries[value % 2] >> (2 * i + value / 2) & 1; }
 };
 
-// `sums` are f32, `[batch, heads, tiles of queries, QUERIES * HEAD_DIM]`. `marks` are all 0, and are left so: the next ticket, and
-// how many tiles of keys have added to each tile of queries.
+// `sums` are f32, `[batch, heads, tiles of queries, QUERIES * HEAD_DIM]`. `marks` are 0 before and
+// after: the next ticket, and how many tiles of keys have added to each tile of queries.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_ampere(const unsigned short* q, const unsigned short* k, const unsigned short* v, const unsigned short* grad,
-                              unsigned short* d_q, unsigned short* d_k, unsigned short* d_v, const float2* statistics, float* sums,
-                              u32* marks, const void* rows, const __grid_constant__ Launch launch) {
+    attention_backward_ampere(const unsigned short* q, const unsigned short* k, const unsigned short* v,
+                              const unsigned short* grad, unsigned short* d_q, unsigned short* d_k, unsigned short* d_v,
+                              const float2* statistics, float* sums, u32* marks, const void* rows,
+                              const __grid_constant__ Launch launch) {
     extern __shared__ __align__(128) unsigned char memory[];
     const Info& info = launch.info;
     Shared shared{shared_address(memory)};
@@ -231,8 +238,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Range range = keys.seeing(info);
         auto copy_step = [&](int stage, int head, int block) {
             int first = block * QUERIES, left = queries - first;
-            copy_rows<QUERIES, THREADS>(shared.q(stage), q + launch.q.of(keys.batch, head) + first * launch.q.row, launch.q.row, left);
-            copy_rows<QUERIES, THREADS>(shared.grad(stage), grad + launch.grad.of(keys.batch, head) + first * launch.grad.row, launch.grad.row, left);
+            copy_rows<QUERIES, THREADS>(shared.q(stage), q + launch.q.of(keys.batch, head) + first * launch.q.row,
+                                        launch.q.row, left);
+            copy_rows<QUERIES, THREADS>(shared.grad(stage),
+                                        grad + launch.grad.of(keys.batch, head) + first * launch.grad.row,
+                                        launch.grad.row, left);
             if (threadIdx.x < QUERIES) {
                 int query = first + threadIdx.x;
                 const float2* from = statistics + (static_cast<u64>(keys.batch) * heads + head) * queries + query;
@@ -240,8 +250,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         };
         int left_keys = static_cast<int>(info.keys) - key;
-        copy_rows<KEYS, THREADS>(shared.k(), k + launch.k.of(keys.batch, keys.head) + key * launch.k.row, launch.k.row, left_keys);
-        copy_rows<KEYS, THREADS>(shared.v(), v + launch.v.of(keys.batch, keys.head) + key * launch.v.row, launch.v.row, left_keys);
+        copy_rows<KEYS, THREADS>(shared.k(), k + launch.k.of(keys.batch, keys.head) + key * launch.k.row, launch.k.row,
+                                 left_keys);
+        copy_rows<KEYS, THREADS>(shared.v(), v + launch.v.of(keys.batch, keys.head) + key * launch.v.row, launch.v.row,
+                                 left_keys);
         int head = keys.head * group, block = range.begin, left = max(range.end - range.begin, 0) * group, stage = 0;
         if (left > 0) {
             copy_step(0, head, block);
@@ -252,7 +264,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < KEY_BLOCKS; i++) {
             clear(d_key[i]), clear(d_value[i]);
         }
-        auto queries_of_row = [&](int row) { return key + row < keys.keys(info) ? queries_of(info, key + row) : Span{0, -1}; };
+        auto queries_of_row = [&](int row) {
+            return key + row < keys.keys(info) ? queries_of(info, key + row) : Span{0, -1};
+        };
         // The count of what was added last, and what it becomes.
         u32* added = nullptr;
         u32 done = 0;
@@ -291,13 +305,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     clear(sums[i]);
                 }
                 pipelined<HEAD_DIM / 16, KEY_BLOCKS, QUERY_BLOCKS / 2>(
-                    sums, [&](u32(&a)[4], int i, int step) { lane.left<KEYS>(a, of_keys + own_keys * ROW, i * 16, step); },
-                    [&](u32(&b)[4], int j, int step) { lane.right<QUERIES>(b, of_queries + first_query * ROW, j * 16, step); });
+                    sums,
+                    [&](u32(&a)[4], int i, int step) { lane.left<KEYS>(a, of_keys + own_keys * ROW, i * 16, step); },
+                    [&](u32(&b)[4], int j, int step) {
+                        lane.right<QUERIES>(b, of_queries + first_query * ROW, j * 16, step);
+                    });
             };
             multiply_scores(scores, shared.k(), shared.q(stage));
             multiply_scores(d_scores, shared.v(), shared.grad(stage));
             int query = block * QUERIES + first_query;
-            bool masks = !spans(queries_of_row(own_keys), queries_of_row(own_keys + WARP_KEYS - 1), query, WARP_QUERIES);
+            bool masks =
+                !spans(queries_of_row(own_keys), queries_of_row(own_keys + WARP_KEYS - 1), query, WARP_QUERIES);
             const DocumentTile* documents = nullptr;
             if (MASK == DOCUMENTS) {
                 documents = &document_tile(rows, keys.batch, queries, query / 64);
@@ -306,7 +324,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             #pragma unroll
             for (int i = 0; i < KEY_BLOCKS; i++) {
-                [[maybe_unused]] u32 numbers = (static_cast<u32>(keys.batch) * static_cast<u32>(heads) + head) * static_cast<u32>(queries) + query;
+                [[maybe_unused]] u32 numbers =
+                    (static_cast<u32>(keys.batch) * static_cast<u32>(heads) + head) * static_cast<u32>(queries) + query;
                 float probabilities[QUERY_BLOCKS][4];
                 #pragma unroll
                 for (int j = 0; j < QUERY_BLOCKS; j++) {
@@ -315,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     float log_sum_exp[2] = {__uint_as_float(known.x) * LOG2_E, __uint_as_float(known.z) * LOG2_E};
                     #pragma unroll
                     for (int value = 0; value < 4; value++) {
-                        probabilities[j][value] = power_of_2(fmaf(scores[i][j][value], scale_log2, -log_sum_exp[value % 2]));
+                        probabilities[j][value] =
+                            power_of_2(fmaf(scores[i][j][value], scale_log2, -log_sum_exp[value % 2]));
                     }
                 }
                 if (masks) {
@@ -329,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                 #pragma unroll
                                 for (int value = 0; value < 2; value++) {
                                     int of = query % 64 + j * 8 + quarter * 2 + value;
-                                    if (query / 64 * 64 + of < queries && key + row < __ldg(&documents[of / 64].first[of % 64])) {
+                                    if (query / 64 * 64 + of < queries &&
+                                        key + row < __ldg(&documents[of / 64].first[of % 64])) {
                                         probabilities[j][2 * half + value] = 0.0f;
                                     }
                                 }
@@ -358,7 +379,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         if (DROPOUT) {
                             d_score = drops ? 0.0f : d_score * info.dropout.factor();
                         }
-                        kept[value] = drops ? 0.0f : probability, gradient[value] = probability * (d_score - delta[value % 2]);
+                        kept[value] = drops ? 0.0f : probability,
+                        gradient[value] = probability * (d_score - delta[value % 2]);
                     }
                     #pragma unroll
                     for (int half = 0; half < 2; half++) {
@@ -377,12 +399,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             __syncthreads();
             int first_column = other * WARP_COLUMNS;
-            Lane of_columns = lane.from_column(first_column), of_d_columns = lane.from_column(d_columns), of_d_queries = lane.from_column(d_queries);
+            Lane of_columns = lane.from_column(first_column), of_d_columns = lane.from_column(d_columns),
+                 of_d_queries = lane.from_column(d_queries);
             auto multiply_keys = [&](float(&of_keys)[KEY_BLOCKS][COLUMN_BLOCKS][4], u32 left_tile, u32 right_tile) {
                 right_tile += first_column / 64 * QUERIES * ROW;
                 pipelined<QUERIES / 16, KEY_BLOCKS, COLUMN_BLOCKS / 2>(
-                    of_keys, [&](u32(&a)[4], int i, int step) { lane.left<KEYS>(a, left_tile + own_keys * ROW, i * 16, step); },
-                    [&](u32(&b)[4], int j, int step) { of_columns.right_transposed<QUERIES>(b, right_tile, step * 16, j); });
+                    of_keys,
+                    [&](u32(&a)[4], int i, int step) { lane.left<KEYS>(a, left_tile + own_keys * ROW, i * 16, step); },
+                    [&](u32(&b)[4], int j, int step) {
+                        of_columns.right_transposed<QUERIES>(b, right_tile, step * 16, j);
+                    });
             };
             multiply_keys(d_value, shared.scores(), shared.grad(stage));
             multiply_keys(d_key, shared.d_scores(), shared.q(stage));
@@ -391,9 +417,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int i = 0; i < D_BLOCKS; i++) {
                 clear(d_query[i]);
             }
-            u32 left_tile = shared.d_scores() + d_queries / 64 * KEYS * ROW, right_tile = shared.k() + d_columns / 64 * KEYS * ROW;
+            u32 left_tile = shared.d_scores() + d_queries / 64 * KEYS * ROW,
+                right_tile = shared.k() + d_columns / 64 * KEYS * ROW;
             pipelined<KEYS / 16, D_BLOCKS, 2>(
-                d_query, [&](u32(&a)[4], int i, int step) { of_d_queries.left_transposed<KEYS>(a, left_tile, step * 16, i); },
+                d_query,
+                [&](u32(&a)[4], int i, int step) { of_d_queries.left_transposed<KEYS>(a, left_tile, step * 16, i); },
                 [&](u32(&b)[4], int j, int step) { of_d_columns.right_transposed<KEYS>(b, right_tile, step * 16, j); });
             int kind = load_int(shared.kind());
             float* own = sums + of_tile * (QUERIES * HEAD_DIM) + threadIdx.x;
@@ -402,7 +430,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (kind == ADD) {
                 #pragma unroll
                 for (int i = 0; i < OWN; i++) {
-                    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(own + i * THREADS), "f"(value_of(i)) : "memory");
+                    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(own + i * THREADS), "f"(value_of(i))
+                                 : "memory");
                 }
             } else if (kind == STORE) {
                 #pragma unroll
@@ -448,8 +477,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < KEY_BLOCKS * 2; i++) {
             int row = own_keys + i * 8 + in_block, column = other * WARP_COLUMNS;
             bool there = row < left_keys;
-            write_row(there, d_v + launch.d_v.of(keys.batch, keys.head) + (key + row) * launch.d_v.row + column, d_value[i / 2], i % 2, of_values);
-            write_row(there, d_k + launch.d_k.of(keys.batch, keys.head) + (key + row) * launch.d_k.row + column, d_key[i / 2], i % 2, scale);
+            write_row(there, d_v + launch.d_v.of(keys.batch, keys.head) + (key + row) * launch.d_v.row + column,
+                      d_value[i / 2], i % 2, of_values);
+            write_row(there, d_k + launch.d_k.of(keys.batch, keys.head) + (key + row) * launch.d_k.row + column,
+                      d_key[i / 2], i % 2, scale);
         }
     }
 }

@@ -46,7 +46,8 @@ struct Seen {
     int length = 0, latest = 0;
     Range range;
 
-    __device__ __forceinline__ Seen(const Info& of, const Tile& in, const void* known) : info(of), tile(in), rows(known) {
+    __device__ __forceinline__ Seen(const Info& of, const Tile& in, const void* known)
+        : info(of), tile(in), rows(known) {
         range = seen_keys<KEYS>(info, tile.first, QUERIES);
         if (MASK == LENGTHS) {
             length = length_of(rows, tile.batch, info.keys);
@@ -85,16 +86,19 @@ struct Seen {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    attention_forward_ampere(const unsigned short* q, const unsigned short* k, const unsigned short* v, unsigned short* out,
-                             float* log_sum_exp, const void* rows, const __grid_constant__ Launch launch) {
+    attention_forward_ampere(const unsigned short* q, const unsigned short* k, const unsigned short* v,
+                             unsigned short* out, float* log_sum_exp, const void* rows,
+                             const __grid_constant__ Launch launch) {
     extern __shared__ __align__(128) unsigned char memory[];
     const Info& info = launch.info;
     u32 q_tile = shared_address(memory), k_tile = q_tile + Q_BYTES, v_tile = k_tile + KV_BYTES;
     Tile tile(info);
     Seen seen(info, tile, rows);
     Lane lane;
-    int queries = info.queries, keys = info.keys, kv_head = tile.head / (static_cast<int>(info.heads) / static_cast<int>(info.kv_heads));
-    q += launch.q.of(tile.batch, tile.head), k += launch.k.of(tile.batch, kv_head), v += launch.v.of(tile.batch, kv_head);
+    int queries = info.queries, keys = info.keys,
+        kv_head = tile.head / (static_cast<int>(info.heads) / static_cast<int>(info.kv_heads));
+    q += launch.q.of(tile.batch, tile.head), k += launch.k.of(tile.batch, kv_head),
+        v += launch.v.of(tile.batch, kv_head);
     out += launch.out.of(tile.batch, tile.head);
     auto copy_keys = [&](u32 to, const unsigned short* from, u64 stride, int block) {
         copy_rows<KEYS, THREADS>(to, from + block * KEYS * stride, stride, keys - block * KEYS);
@@ -193,11 +197,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     sums[i][j][2 * half] *= correction, sums[i][j][2 * half + 1] *= correction;
                 }
                 if (DROPOUT) {
-                    u32 row = (static_cast<u32>(tile.batch) * static_cast<u32>(info.heads) + tile.head) * static_cast<u32>(queries) + tile.first + own + i * 16 + half * 8 + in_block;
+                    u32 row = (static_cast<u32>(tile.batch) * static_cast<u32>(info.heads) + tile.head) *
+                                  static_cast<u32>(queries) +
+                              tile.first + own + i * 16 + half * 8 + in_block;
                     u32 number = random_row(info.dropout, row, block * KEYS), threshold = info.dropout.limit();
                     #pragma unroll
                     for (int j = 0; j < KEYS / 8; j++) {
-                        RandomPair random = random_pair(info.dropout, number, block * (KEYS / 2) + j * 4 + threadIdx.x % 4);
+                        RandomPair random =
+                            random_pair(info.dropout, number, block * (KEYS / 2) + j * 4 + threadIdx.x % 4);
                         scores[i][j][2 * half] = random.even < threshold ? 0.0f : scores[i][j][2 * half];
                         scores[i][j][2 * half + 1] = random.odd < threshold ? 0.0f : scores[i][j][2 * half + 1];
                     }

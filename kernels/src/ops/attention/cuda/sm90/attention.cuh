@@ -4,8 +4,10 @@
 // producer brings the tiles of the other side one after the other through a ring of stages. Blocks
 // stay, and take one tile after the other.
 //
-//   forward    keeps Q       brings K, V     S = Q K^T       P = exp(S - max)                                 O += P V
-//   backward   keeps K, V    brings Q, dO    S^T = K Q^T     P^T = exp(..), dS^T = P^T (V dO^T - delta)       dV += P^T dO, dK += dS^T Q, dQ += dS K
+//   forward    keeps Q       brings K, V     S = Q K^T     P = exp(S - max)
+//              O += P V
+//   backward   keeps K, V    brings Q, dO    S^T = K Q^T   P^T = exp(..), dS^T = P^T (V dO^T - delta)
+//              dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
 // Scores and their gradients stay in registers: as sums of one product they lie just as the left
 // side of the next one does.
@@ -39,7 +41,8 @@ __device__ __forceinline__ void rows_by_rows(float (&d)[N / 8][4], u32 a, u32 b)
 
 // d += a b: `a` in registers, K columns of it, by K rows of a tile.
 template <int K>
-__device__ __forceinline__ void sums_by_columns(float (&d)[HEAD_DIM / 8][4], const u32 (&a)[K / 16][4], u32 b, bool add) {
+__device__ __forceinline__ void sums_by_columns(float (&d)[HEAD_DIM / 8][4], const u32 (&a)[K / 16][4], u32 b,
+                                                bool add) {
     #pragma unroll
     for (int k = 0; k < K / 16; k++) {
         u64 right = tile_descriptor<K>(b, k * 16 * ROW_BYTES);
@@ -84,7 +87,8 @@ __device__ __forceinline__ u32 staged_chunk(u32 place, int line, int chunk) {
 }
 
 // Puts a warpgroup's 64 rows of a head into `place` in shared memory, each multiplied by a factor.
-__device__ __forceinline__ void stage_rows(const float (&sums)[HEAD_DIM / 8][4], float2 factors, u32 place, int barrier) {
+__device__ __forceinline__ void stage_rows(const float (&sums)[HEAD_DIM / 8][4], float2 factors, u32 place,
+                                           int barrier) {
     int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
         tma_store_wait_read();

@@ -2,7 +2,8 @@
 // gradients come by, those of all heads that share the keys. Scores are transposed: a key has a
 // row, and each consumer has half of a tile's keys.
 //
-//   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)     dV += P^T dO     dK += dS^T Q     dQ += dS K
+//   P^T = exp(scale K Q^T - log_sum_exp)     dS^T = P^T (V dO^T - delta)
+//   dV += P^T dO     dK += dS^T Q     dQ += dS K
 //
 // Sums of dQ are added up in f32, in memory; each consumer has half of the columns, over all 128
 // keys. Equal inputs give equal bits, since the order is fixed: blocks take tiles of keys by a
@@ -82,7 +83,9 @@ struct Shared {
     __device__ u32 kind(int step) const { return barrier(12 + 2 * STAGES) + step % 2 * 4; }
 };
 
-__device__ __forceinline__ void store_int(u32 place, int value) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(place), "r"(value) : "memory"); }
+__device__ __forceinline__ void store_int(u32 place, int value) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(place), "r"(value) : "memory");
+}
 
 __device__ __forceinline__ int load_int(u32 place) {
     int value;
@@ -104,10 +107,14 @@ struct Keys {
     }
 
     // Of a head.
-    static __device__ __forceinline__ int tiles(const Info& info) { return (static_cast<int>(info.keys) + KEPT - 1) / KEPT; }
+    static __device__ __forceinline__ int tiles(const Info& info) {
+        return (static_cast<int>(info.keys) + KEPT - 1) / KEPT;
+    }
 
     // How many keys there are for queries to see.
-    __device__ __forceinline__ int keys(const Info& info) const { return MASK == LENGTHS ? extent : static_cast<int>(info.keys); }
+    __device__ __forceinline__ int keys(const Info& info) const {
+        return MASK == LENGTHS ? extent : static_cast<int>(info.keys);
+    }
 
     __device__ __forceinline__ Range seeing(const Info& info) const {
         Range range = seeing_queries<QUERIES>(info, tile * KEPT, KEPT);
@@ -144,10 +151,12 @@ __device__ __forceinline__ int query_tiles(const Info& info) {
     return (static_cast<int>(info.queries) + QUERIES - 1) / QUERIES;
 }
 
-__device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& grad_map,
-                        const Info& info, const Shared& shared, u32* tickets, const void* rows) {
+__device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                        const TensorMap& grad_map, const Info& info, const Shared& shared, u32* tickets,
+                        const void* rows) {
     Ring<STAGES> at;
-    int group = static_cast<int>(info.heads / info.kv_heads), count = Keys::tiles(info) * static_cast<int>(info.kv_heads * info.batch);
+    int group = static_cast<int>(info.heads / info.kv_heads),
+        count = Keys::tiles(info) * static_cast<int>(info.kv_heads * info.batch);
     for (u32 round = 0;; round++) {
         int ticket = atomicAdd(tickets, 1u);
         if (ticket == count + gridDim.x - 1) {
@@ -181,7 +190,8 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
                 bring<QUERIES>(shared.q(at.stage), q_map, block * QUERIES, head, keys.batch, full);
                 bring<QUERIES>(shared.grad(at.stage), grad_map, block * QUERIES, head, keys.batch, full);
                 if (MASK == DOCUMENTS) {
-                    bulk_load(shared.statistics(at.stage) + DOCUMENT, &document_tile(rows, keys.batch, info.queries, block), DOCUMENT_BYTES, full);
+                    bulk_load(shared.statistics(at.stage) + DOCUMENT,
+                              &document_tile(rows, keys.batch, info.queries, block), DOCUMENT_BYTES, full);
                 }
                 at.advance();
             }
@@ -312,18 +322,23 @@ __device__ __forceinline__ float half_of(u32 pair, int half) {
 // queries.
 __device__ __forceinline__ int2 two_ints(u32 place, int i) {
     int2 pair;
-    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+                 : "=r"(pair.x), "=r"(pair.y)
+                 : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
     return pair;
 }
 
 __device__ __forceinline__ float2 two_floats(u32 place, int i) {
     float2 pair;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(pair.x), "=f"(pair.y)
+                 : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
     return pair;
 }
 
 // dQ = dS K, of a consumer's columns.
-__device__ __forceinline__ void multiply_d_query(float (&d_query)[OWN_COLUMNS / 8][4], const Shared& shared, int buffer, int consumer) {
+__device__ __forceinline__ void multiply_d_query(float (&d_query)[OWN_COLUMNS / 8][4], const Shared& shared, int buffer,
+                                                 int consumer) {
     int column = consumer * OWN_COLUMNS;
     u32 columns = shared.k() + column / 64 * KEPT * ROW_BYTES + column % 64 * 2;
     #pragma unroll
@@ -336,8 +351,8 @@ __device__ __forceinline__ void multiply_d_query(float (&d_query)[OWN_COLUMNS / 
 
 // dK += dS^T Q, of a consumer's keys. Of wide heads dS^T comes from shared memory, as there are no
 // registers to keep it in.
-__device__ __forceinline__ void multiply_d_key(float (&d_key)[HEAD_DIM / 8][4], const u32 (&d_packed)[QUERIES / 16][4], u32 d_scores, u32 q,
-                                               int consumer) {
+__device__ __forceinline__ void multiply_d_key(float (&d_key)[HEAD_DIM / 8][4], const u32 (&d_packed)[QUERIES / 16][4],
+                                               u32 d_scores, u32 q, int consumer) {
     if (!WIDE) {
         wgmma_fence();
         sums_by_columns<QUERIES>(d_key, d_packed, q, true);
@@ -371,7 +386,9 @@ struct Dropped {
     u32 queries[2] = {0, 0};
 
     // As sums lie.
-    __device__ __forceinline__ bool at(int i, int value) const { return queries[value % 2] >> (15 - 2 * i - value / 2) & 1; }
+    __device__ __forceinline__ bool at(int i, int value) const {
+        return queries[value % 2] >> (15 - 2 * i - value / 2) & 1;
+    }
 };
 
 __device__ __forceinline__ Dropped dropped_of(const Info& info, u32 numbers, int key) {
@@ -415,11 +432,13 @@ struct Queries {
 
     // Where a consumer's sums go, once it is their turn. The last one adds what others have, and
     // writes them.
-    __device__ __forceinline__ Destination destination(float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map, float* sums,
-                                                       const Info& info, const Shared& shared, int consumer, int step) const {
+    __device__ __forceinline__ Destination destination(float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map,
+                                                       float* sums, const Info& info, const Shared& shared,
+                                                       int consumer, int step) const {
         int thread = threadIdx.x % WARPGROUP;
         u64 tile = (batch * static_cast<int>(info.heads) + head) * query_tiles(info) + block;
-        float4* own = reinterpret_cast<float4*>(sums + tile * (QUERIES * HEAD_DIM)) + consumer * (OWN_COLUMNS / 8 * WARPGROUP) + thread;
+        float4* own = reinterpret_cast<float4*>(sums + tile * (QUERIES * HEAD_DIM)) +
+                      consumer * (OWN_COLUMNS / 8 * WARPGROUP) + thread;
         barrier_wait(shared.turn(step), step / 2 % 2);
         int kind = __shfl_sync(~0u, load_int(shared.kind(step)), 0);
         if (kind < FINISH) {
@@ -436,8 +455,8 @@ struct Queries {
         return {};
     }
 
-    __device__ __forceinline__ void write(const float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map, const Info& info,
-                                          const Shared& shared, int consumer) const {
+    __device__ __forceinline__ void write(const float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map,
+                                          const Info& info, const Shared& shared, int consumer) const {
         int thread = threadIdx.x % WARPGROUP, lane = thread % 32, line = thread / 32 * 16 + lane % 16;
         u32 staged = shared.d_query(consumer);
         float scale = scale_of(info);
@@ -472,11 +491,14 @@ struct Pending {
     int head_and_block = -1;
 
     __device__ __forceinline__ bool some() const { return head_and_block >= 0; }
-    __device__ __forceinline__ Queries queries(const Keys& keys) const { return {keys.batch, head_and_block >> 16, head_and_block & 0xffff}; }
+    __device__ __forceinline__ Queries queries(const Keys& keys) const {
+        return {keys.batch, head_and_block >> 16, head_and_block & 0xffff};
+    }
 };
 
 // Probabilities without those that are dropped, as the left side of a product.
-__device__ __forceinline__ void pack_kept(u32 (&packed)[QUERIES / 16][4], const float (&scores)[QUERIES / 8][4], const Dropped& dropped) {
+__device__ __forceinline__ void pack_kept(u32 (&packed)[QUERIES / 16][4], const float (&scores)[QUERIES / 8][4],
+                                          const Dropped& dropped) {
     float kept[QUERIES / 8][4];
     #pragma unroll
     for (int i = 0; i < QUERIES / 8; i++) {
@@ -526,8 +548,8 @@ __device__ __forceinline__ void mask_documents(float (&scores)[QUERIES / 8][4], 
     }
 }
 
-__device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, const TensorMap& d_v_map, float* sums, const Info& info,
-                        const Shared& shared, int consumer) {
+__device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, const TensorMap& d_v_map, float* sums,
+                        const Info& info, const Shared& shared, int consumer) {
     Ring<STAGES> at;
     // Where gradients of scores are put, and where those are that dQ is computed of.
     Ring<BUFFERS> to, from;
@@ -543,7 +565,9 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
         }
         Keys keys = kept_keys(info, shared, ticket);
         int key = keys.tile * KEPT + consumer * 64;
-        auto queries_of_row = [&](int row) { return key + row < keys.keys(info) ? queries_of(info, key + row) : Span{0, -1}; };
+        auto queries_of_row = [&](int row) {
+            return key + row < keys.keys(info) ? queries_of(info, key + row) : Span{0, -1};
+        };
         Range range = keys.seeing(info);
         float d_key[HEAD_DIM / 8][4], d_value[HEAD_DIM / 8][4], d_query[OWN_COLUMNS / 8][4];
         #pragma unroll
@@ -581,7 +605,8 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             }
             Destination destination;
             if (before_last.some()) {
-                destination = before_last.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, steps - 2);
+                destination =
+                    before_last.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, steps - 2);
             }
             if (DROPOUT && !WIDE) {
                 dropped = dropped_of(info, statistics + NUMBER, key);
@@ -608,7 +633,8 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             if (before_last.some()) {
                 warp_arrive(shared.added(steps - 2));
             }
-            if (!spans(queries_of_row(0), queries_of_row(63), block * QUERIES, QUERIES) || MASK == DOCUMENTS && latest > key) {
+            if (!spans(queries_of_row(0), queries_of_row(63), block * QUERIES, QUERIES) ||
+                MASK == DOCUMENTS && latest > key) {
                 mask_sums<QUERIES>(scores, 0.0f, block * QUERIES, queries_of_row);
                 if (MASK == DOCUMENTS) {
                     mask_documents(scores, statistics + DOCUMENT, key);
@@ -648,7 +674,9 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
                 float2 delta = two_floats(statistics + DELTA, i);
                 #pragma unroll
                 for (int value = 0; value < 4; value++) {
-                    float probability = WIDE ? half_of((DROPOUT ? whole : packed)[i / 2][i % 2 * 2 + value / 2], value % 2) : scores[i][value];
+                    float probability =
+                        WIDE ? half_of((DROPOUT ? whole : packed)[i / 2][i % 2 * 2 + value / 2], value % 2)
+                             : scores[i][value];
                     float of_query = value % 2 ? delta.y : delta.x, gradient = d_scores[i][value];
                     if (DROPOUT) {
                         bool drops = WIDE ? __float_as_int(probability) < 0 : dropped.at(i, value);
@@ -678,7 +706,8 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             warp_arrive(shared.empty(at.stage == 0 ? STAGES - 1 : at.stage - 1));
         }
         auto pass = [&](Pending pending, int step) {
-            Destination destination = pending.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, step);
+            Destination destination =
+                pending.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, step);
             #pragma unroll
             for (int i = 0; i < OWN_COLUMNS / 8; i++) {
                 destination.pass(i, d_query[i]);
@@ -712,15 +741,15 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
     }
 }
 
-// `sums` are f32, `[batch, heads, tiles of queries, QUERIES * HEAD_DIM]`. `marks` are all 0, and are left so: the next ticket, and how many
-// tiles of keys have added to each tile of queries.
+// `sums` are f32, `[batch, heads, tiles of queries, QUERIES * HEAD_DIM]`. `marks` are 0 before and
+// after: the next ticket, and how many tiles of keys have added to each tile of queries.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap grad_map,
                               const __grid_constant__ TensorMap d_q_map, const __grid_constant__ TensorMap d_k_map,
-                              const __grid_constant__ TensorMap d_v_map, const void*, const void*, const void*, const void*, void*, void*,
-                              void*, const float2* statistics, float* sums, u32* marks, const void* rows,
-                              const __grid_constant__ Info info) {
+                              const __grid_constant__ TensorMap d_v_map, const void*, const void*, const void*,
+                              const void*, void*, void*, void*, const float2* statistics, float* sums, u32* marks,
+                              const void* rows, const __grid_constant__ Info info) {
     Shared shared;
     if (threadIdx.x == 0) {
         barrier_init(shared.kept_full(), 1);

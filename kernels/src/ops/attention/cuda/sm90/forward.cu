@@ -147,7 +147,9 @@ struct Batch {
 
     __device__ Drop drop(const Tile& tile, int query) const {
         int line = tile.first + query + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
-        u32 row = (static_cast<u32>(tile.batch) * static_cast<u32>(info.heads) + tile.head) * static_cast<u32>(info.queries) + line;
+        u32 row =
+            (static_cast<u32>(tile.batch) * static_cast<u32>(info.heads) + tile.head) * static_cast<u32>(info.queries) +
+            line;
         return {info, {row, row + 8}};
     }
 
@@ -178,8 +180,8 @@ struct Batch {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_forward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                             const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map, const void*,
-                             const void*, const void*, void*, float* log_sum_exp, const void* rows,
+                             const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
+                             const void*, const void*, const void*, void*, float* log_sum_exp, const void* rows,
                              const __grid_constant__ Info info) {
     attend(q_map, k_map, v_map, out_map, Batch{info, rows, log_sum_exp});
 }

@@ -117,8 +117,8 @@ struct Softmax {
 };
 
 template <class Rows>
-__device__ __forceinline__ void mask_scores(Scores& scores, const Rows& rows, const typename Rows::Tile& tile, int query,
-                                            int key) {
+__device__ __forceinline__ void mask_scores(Scores& scores, const Rows& rows, const typename Rows::Tile& tile,
+                                            int query, int key) {
     if (!rows.all_seen(tile, query, key)) {
         mask_sums<KEYS>(scores, -INFINITE, key, [&](int row) { return rows.keys_of(tile, query + row); });
     }
@@ -135,7 +135,9 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
     int query = consumer * 64;
     Scores scores;
     // A tile's queries by a block of keys: they have to be there.
-    auto multiply = [&] { rows_by_rows<KEPT, KEYS>(scores, shared.q(q.stage) + consumer * 64 * ROW_BYTES, shared.k(k.stage)); };
+    auto multiply = [&] {
+        rows_by_rows<KEPT, KEYS>(scores, shared.q(q.stage) + consumer * 64 * ROW_BYTES, shared.k(k.stage));
+    };
     auto first_keys_there = [&] {
         barrier_wait(shared.q_full(q.stage), q.parity);
         barrier_wait(shared.k_full(k.stage), k.parity);
@@ -249,7 +251,9 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
             }
             return factors;
         };
-        auto write = [&](float2 factors) { rows.write(out, factors, shared.out(consumer), out_map, done, query, 1 + consumer); };
+        auto write = [&](float2 factors) {
+            rows.write(out, factors, shared.out(consumer), out_map, done, query, 1 + consumer);
+        };
         more = tiles.next(tile);
         values_there(done, range.begin);
         wgmma_fence();

@@ -113,7 +113,8 @@ struct Paged {
         int end = (first + PAGE - 1) / PAGE * PAGE * CHUNKS;
         for (int at = first * CHUNKS + threadIdx.x % WARPGROUP; at < end; at += WARPGROUP) {
             int line = at / CHUNKS, chunk = at % CHUNKS;
-            shared_store(values + chunk / 8 * KEYS * ROW_BYTES + line * ROW_BYTES + chunk % 8 * 16, make_uint4(0, 0, 0, 0));
+            shared_store(values + chunk / 8 * KEYS * ROW_BYTES + line * ROW_BYTES + chunk % 8 * 16,
+                         make_uint4(0, 0, 0, 0));
         }
         async_proxy_fence();
         named_barrier(barrier, WARPGROUP);
@@ -142,8 +143,8 @@ struct Paged {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_paged_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                           const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map, const void*,
-                           const void*, const void*, void* out, const Place* places, const int* table,
+                           const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
+                           const void*, const void*, const void*, void* out, const Place* places, const int* table,
                            const __grid_constant__ Paged::Info info) {
     attend(q_map, k_map, v_map, out_map, Paged{info, places, table, static_cast<unsigned char*>(out)});
 }

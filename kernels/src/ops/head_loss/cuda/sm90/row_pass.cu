@@ -67,12 +67,14 @@ __device__ __forceinline__ void cut(uint4& last, u32 other) {
 __device__ __forceinline__ float weight_of(float x, float from) { return power_of_2(fmaf(x, LOG2_E, -from)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    head_loss_hopper(unsigned short* logits, const TARGET* targets, const float* shares, float* nats, const __grid_constant__ Info info) {
+    head_loss_hopper(unsigned short* logits, const TARGET* targets, const float* shares, float* nats,
+                     const __grid_constant__ Info info) {
     Shared shared{shared_base()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // This warp's part of a row, in vectors.
     int begin = warp * PART, count = min(PART, VECTORS - begin);
-    float target_weight = __uint_as_float(static_cast<u32>(info.target_weight)), weight = __uint_as_float(static_cast<u32>(info.weight));
+    float target_weight = __uint_as_float(static_cast<u32>(info.target_weight)),
+          weight = __uint_as_float(static_cast<u32>(info.weight));
     auto bring = [&](u64 row, int stage) {
         if (lane == 0 && row < info.rows) {
             u32 full = shared.full(stage, warp);
@@ -161,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             logit_sum = sum_lanes(shared_float(shared.of_part(turn, LOGIT_SUM, lane)));
             if (lane == 0) {
                 float of_target = counts ? shared_float(shared.of_part(turn, TARGET_LOGIT, 0)) : 0.0f;
-                nats[info.first + row] = counts ? largest + logf(sum) - target_weight * of_target - weight * logit_sum : 0.0f;
+                nats[info.first + row] =
+                    counts ? largest + logf(sum) - target_weight * of_target - weight * logit_sum : 0.0f;
             }
         }
         if (info.gradients) {

@@ -45,7 +45,8 @@ extern "C" __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(DRAW
     const int row = blockIdx.x / SHARES, vocabulary = info.vocabulary;
     const u32 rank = cluster_rank();
     const int line = lines[row] < static_cast<int>(info.lines) ? lines[row] : -1;
-    const Way way(logits + static_cast<u64>(row) * vocabulary, {prompt, written, bias}, line, vocabulary, numbers + row * WAY_NUMBERS, streams[row], positions[row]);
+    const Way way(logits + static_cast<u64>(row) * vocabulary, {prompt, written, bias}, line, vocabulary,
+                  numbers + row * WAY_NUMBERS, streams[row], positions[row]);
     const ThreadTokens of{(vocabulary / VECTOR + SHARES - 1) / SHARES * VECTOR};
     const int first = rank * of.share;
     groups[threadIdx.x] = grouped<VECTOR>(way, first, min(first + of.share, vocabulary));
@@ -61,7 +62,8 @@ extern "C" __global__ void __cluster_dims__(SHARES, 1, 1) __launch_bounds__(DRAW
     const bool weighs = way.weighs();
     #pragma unroll
     for (int r = 0; r < SHARES; r++) {
-        logits_of[r] = float_there(&own->largest.logit, r), tokens[r] = __float_as_int(float_there(&own->largest.token, r));
+        logits_of[r] = float_there(&own->largest.logit, r),
+        tokens[r] = __float_as_int(float_there(&own->largest.token, r));
         masses[r] = weighs ? float_there(&own->mass, r) : 0;
     }
     Group together;

@@ -42,7 +42,9 @@ struct DrawMemory {
     int integers[DRAW_WARPS];
 };
 
-__device__ __forceinline__ void draw_barrier() { asm volatile("bar.sync %0, %1;" ::"r"(DRAW_BARRIER), "r"(DRAWERS) : "memory"); }
+__device__ __forceinline__ void draw_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"r"(DRAW_BARRIER), "r"(DRAWERS) : "memory");
+}
 
 // ---- what the threads have together; all of them are told
 
@@ -66,7 +68,8 @@ __device__ __forceinline__ u32 sum_of(u32 v, DrawMemory& memory) {
     draw_barrier();
     if (threadIdx.x % 32 == 0) memory.integers[threadIdx.x / 32] = v;
     draw_barrier();
-    return __reduce_add_sync(~0u, threadIdx.x % 32 < DRAW_WARPS ? static_cast<u32>(memory.integers[threadIdx.x % 32]) : 0);
+    return __reduce_add_sync(~0u,
+                             threadIdx.x % 32 < DRAW_WARPS ? static_cast<u32>(memory.integers[threadIdx.x % 32]) : 0);
 }
 __device__ __forceinline__ float sum_of(float v, DrawMemory& memory) {
     return joined(v, memory, [](float a, float b) { return a + b; });
@@ -108,9 +111,11 @@ struct Way {
     // The random bits' place.
     u32 place;
 
-    __device__ Way(const float* logits, Counts counts, int line, int vocabulary, const float* numbers, u32 stream, int position)
+    __device__ Way(const float* logits, Counts counts, int line, int vocabulary, const float* numbers, u32 stream,
+                   int position)
         : logits(logits), counts(counts), line(static_cast<long long>(line) * vocabulary), vocabulary(vocabulary) {
-        temperature = numbers[0], top_k = max(1, static_cast<int>(numbers[1])), top_p = numbers[2], min_p_ln = numbers[3];
+        temperature = numbers[0], top_k = max(1, static_cast<int>(numbers[1])), top_p = numbers[2],
+        min_p_ln = numbers[3];
         repetition = numbers[4], presence = numbers[5], frequency = numbers[6];
         place = row_bits(row_bits(stream) ^ static_cast<u32>(position));
     }
@@ -133,7 +138,8 @@ struct Way {
         return logit;
     }
     __device__ __forceinline__ float penalised(float logit, int token) const {
-        return penalised(logit, counts.prompt[line + token], __ldcg(counts.written + line + token), counts.bias[line + token]);
+        return penalised(logit, counts.prompt[line + token], __ldcg(counts.written + line + token),
+                         counts.bias[line + token]);
     }
     // And after temperature.
     __device__ __forceinline__ float adjusted(float logit, int token) const {
@@ -153,7 +159,8 @@ struct Group {
         const float before = largest.logit;
         largest.or_else(other.largest);
         const float most = largest.logit;
-        if (weighs && most > -INFINITE) mass = mass * expf(before - most) + other.mass * expf(other.largest.logit - most);
+        if (weighs && most > -INFINITE)
+            mass = mass * expf(before - most) + other.mass * expf(other.largest.logit - most);
     }
 };
 
@@ -228,10 +235,12 @@ template <int WIDTH>
 __device__ __forceinline__ Group grouped(const Way& way, int begin, int end) {
     if (way.line >= 0) {
         if (way.weighs()) return grouped<WIDTH, true, false, true>(way, begin, end);
-        return way.noisy() ? grouped<WIDTH, true, true, false>(way, begin, end) : grouped<WIDTH, true, false, false>(way, begin, end);
+        return way.noisy() ? grouped<WIDTH, true, true, false>(way, begin, end)
+                           : grouped<WIDTH, true, false, false>(way, begin, end);
     }
     if (way.weighs()) return grouped<WIDTH, false, false, true>(way, begin, end);
-    return way.noisy() ? grouped<WIDTH, false, true, false>(way, begin, end) : grouped<WIDTH, false, false, false>(way, begin, end);
+    return way.noisy() ? grouped<WIDTH, false, true, false>(way, begin, end)
+                       : grouped<WIDTH, false, false, false>(way, begin, end);
 }
 
 // ---- the cut
@@ -249,7 +258,8 @@ __device__ __forceinline__ void each_logit(const Way& way, float floor, Then the
 // by mass, a share of all probability. By the sums of 512 equal parts of the interval, then of 512
 // of the part where the cut is, three times. Sums are of integers, so that their order does not
 // matter: of two halves of 14 bits each, which do where so many tokens share the probability.
-__device__ __noinline__ float selected(const Way& way, DrawMemory& memory, float floor, float top, float wanted, bool by_mass) {
+__device__ __noinline__ float selected(const Way& way, DrawMemory& memory, float floor, float top, float wanted,
+                                       bool by_mass) {
     const int thread = threadIdx.x;
     float low = top;
     // Less is no probability.
@@ -377,7 +387,8 @@ __device__ __forceinline__ void sort(int count, DrawMemory& memory) {
 }
 
 // The least candidate that is kept, of more than there are threads.
-__device__ __noinline__ bool cut_of_many(const Way& way, DrawMemory& memory, int count, float low, float top, float mass, float& cut) {
+__device__ __noinline__ bool cut_of_many(const Way& way, DrawMemory& memory, int count, float low, float top,
+                                         float mass, float& cut) {
     sort(count, memory);
     cut = -INFINITE;
     if (way.by_rank()) {
@@ -417,7 +428,8 @@ __device__ __noinline__ bool cut_of_many(const Way& way, DrawMemory& memory, int
 // The candidates of the groups that are listed: a warp has every 16th of these, and reads of
 // several at once.
 template <class Tokens, class Then>
-__device__ __forceinline__ void each_candidate(const Way& way, const DrawMemory& memory, const Tokens& of, int groups, float low, Then then) {
+__device__ __forceinline__ void each_candidate(const Way& way, const DrawMemory& memory, const Tokens& of, int groups,
+                                               float low, Then then) {
     #pragma unroll 1
     for (int i = threadIdx.x % 32; i < of.most(); i += 32) {
         #pragma unroll 1
@@ -443,7 +455,8 @@ __device__ __forceinline__ void each_candidate(const Way& way, const DrawMemory&
 // more, for all i below `most()`. Whether the candidates above `low`, and their tokens, hold what
 // is to be kept: then the draw among them is in `best`.
 template <class Tokens>
-__device__ __forceinline__ bool drawn_of_candidates(const Way& way, DrawMemory& memory, const Tokens& of, float low, float top, float mass, Largest& best) {
+__device__ __forceinline__ bool drawn_of_candidates(const Way& way, DrawMemory& memory, const Tokens& of, float low,
+                                                    float top, float mass, Largest& best) {
     const int thread = threadIdx.x;
     // In which order they are listed does not matter: all sums over candidates are of integers, or
     // in the order of their logits.
@@ -492,7 +505,8 @@ __device__ __forceinline__ bool drawn_of_candidates(const Way& way, DrawMemory& 
             const float4 v = *reinterpret_cast<const float4*>(memory.values + other);
             const uint4 w = *reinterpret_cast<const uint4*>(memory.weights + other);
             above += (v.x > value) + (v.y > value) + (v.z > value) + (v.w > value);
-            mass_above += (v.x > value ? w.x : 0) + (v.y > value ? w.y : 0) + (v.z > value ? w.z : 0) + (v.w > value ? w.w : 0);
+            mass_above +=
+                (v.x > value ? w.x : 0) + (v.y > value ? w.y : 0) + (v.z > value ? w.z : 0) + (v.w > value ? w.w : 0);
         }
     }
     bool kept = mine && value >= least;
@@ -528,9 +542,12 @@ __device__ __forceinline__ int drawn(const Way& way, DrawMemory& memory, const T
         } else if (!way.by_rank() && !way.by_mass()) {
             found = drawn_of_candidates(way, memory, of, top + way.min_p_ln, top, mass, best);
         } else {
-            if (few <= DRAWERS / 2) found = drawn_of_candidates(way, memory, of, bound(own, top, few, memory), top, mass, best);
+            if (few <= DRAWERS / 2)
+                found = drawn_of_candidates(way, memory, of, bound(own, top, few, memory), top, mass, best);
             const float many = way.by_rank() ? way.top_k : groups * (1 - expf(-MANY_CANDIDATES / groups));
-            if (!found && many <= groups) found = drawn_of_candidates(way, memory, of, bound_of_groups(groups, top, many, memory), top, mass, best);
+            if (!found && many <= groups)
+                found =
+                    drawn_of_candidates(way, memory, of, bound_of_groups(groups, top, many, memory), top, mass, best);
         }
         if (!found) best = drawn_of_all(way, memory, top);
     }
@@ -538,7 +555,8 @@ __device__ __forceinline__ int drawn(const Way& way, DrawMemory& memory, const T
     best.of_lanes<1, 32>();
     broken = __any_sync(~0u, broken);
     draw_barrier();
-    if (threadIdx.x % 32 == 0) memory.floats[threadIdx.x / 32] = best.logit, memory.integers[threadIdx.x / 32] = broken ? -1 : best.token;
+    if (threadIdx.x % 32 == 0)
+        memory.floats[threadIdx.x / 32] = best.logit, memory.integers[threadIdx.x / 32] = broken ? -1 : best.token;
     draw_barrier();
     best = Largest();
     broken = false;
