@@ -51,11 +51,11 @@ fn choose_kernel<F: Float, I: Int>(
     let token = CUBE_POS as u32 * comptime!(UNITS / LANES) + UNIT_POS / LANES;
     let row = min(token, tokens - 1) * n_experts;
     let lane = UNIT_POS % LANES;
-    let mut last = f32::INFINITY.runtime();
+    let mut last = f32::MAX.runtime();
     let mut last_expert = 0u32;
     let mut any = false;
     for choice in 0..k {
-        let mut best = f32::NEG_INFINITY.runtime();
+        let mut best = f32::MIN.runtime();
         let mut best_expert = n_experts;
         for expert in range_stepped(lane, n_experts, LANES) {
             let score = f32::cast_from(scores[(row + expert) as usize]);
