@@ -24,6 +24,7 @@ const COLUMNS: u32 = 64;
 const DEPTH: u32 = 16;
 
 /// The stacked matrices of all experts, `[n_experts * rows, columns]`.
+#[expect(clippy::large_enum_variant, reason = "made and taken apart within one call")]
 #[derive(Clone, Debug)]
 pub(super) enum CubeMatrix<R: CubeRuntime> {
     Float(CubeTensor<R>),
