@@ -8,6 +8,7 @@ use crate::ops::decode_step::DecodeStepOps;
 use crate::ops::download::DownloadOps;
 use crate::ops::dropout::DropoutOps;
 use crate::ops::embed::EmbedOps;
+use crate::ops::experts::ExpertsOps;
 use crate::ops::feed_forward::FeedForwardOps;
 use crate::ops::head_log_probs::HeadLogProbsOps;
 use crate::ops::head_loss::HeadLossOps;
@@ -51,6 +52,7 @@ backend! {
     DownloadOps,
     DropoutOps,
     EmbedOps,
+    ExpertsOps,
     FeedForwardOps,
     HeadLogProbsOps,
     HeadLossOps,

@@ -67,6 +67,9 @@ pub use ops::decode_step::{
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
+pub use ops::experts::{
+    ExpertsGradients, ExpertsLayer, ExpertsOutput, MOST_EXPERTS, choose_experts, expert_loads, experts,
+};
 pub use ops::feed_forward::{FeedForwardGradients, FeedForwardLayer, FeedForwardOutput, feed_forward};
 pub use ops::head_log_probs::{HeadLogProbsGradients, head_log_probs};
 pub use ops::head_loss::{
@@ -114,6 +117,7 @@ pub mod traits {
     pub use crate::ops::download::DownloadOps;
     pub use crate::ops::dropout::DropoutOps;
     pub use crate::ops::embed::EmbedOps;
+    pub use crate::ops::experts::ExpertsOps;
     pub use crate::ops::feed_forward::FeedForwardOps;
     pub use crate::ops::head_log_probs::HeadLogProbsOps;
     pub use crate::ops::head_loss::HeadLossOps;
@@ -142,6 +146,7 @@ pub mod operands {
     pub use crate::ops::decode_step::{DecodeBody, DecodePlanned, DecodeStep};
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
+    pub use crate::ops::experts::{ChooseExperts, ExpertLoads, ExpertsBackward, ExpertsForward};
     pub use crate::ops::feed_forward::{FeedForwardBackward, FeedForwardForward};
     pub use crate::ops::head_log_probs::{HeadLogProbsBackward, HeadLogProbsForward};
     pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};
@@ -165,6 +170,7 @@ pub mod reference {
     pub use crate::ops::collective::reference::{all_gather, all_reduce, reduce_scatter};
     pub use crate::ops::dropout::reference::dropout_forward;
     pub use crate::ops::embed::reference::{embed_backward, embed_forward};
+    pub use crate::ops::experts::reference::{choose_experts, expert_loads, experts_backward, experts_forward};
     pub use crate::ops::feed_forward::reference::{feed_forward, feed_forward_backward, feed_forward_forward};
     pub use crate::ops::head_loss::reference::{head_loss_backward, head_loss_forward};
     pub use crate::ops::head_sample::reference::{draw, logits};

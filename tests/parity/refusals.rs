@@ -8,11 +8,12 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{Checked, LinearBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
-    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
-    MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow,
-    SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
-    decode_step, dropout, embed, embed_add, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add,
-    next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, ExpertsLayer, FeedForwardLayer, Format,
+    HeadLossOptions, LayerCache, MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey,
+    RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention,
+    cached_attention, choose_experts, compile_ahead, decode_step, dropout, embed, embed_add, expert_loads, experts,
+    feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up,
+    norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -148,6 +149,34 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
         });
         refused("feed_forward", &["down's bias [16]"], || {
             apply(None, FeedForwardLayer { down_bias: bias(16), ..fits() }, None)
+        });
+        // Four experts, two for each row.
+        let mixed = |chosen: [usize; 2], weights: [usize; 2], up: [usize; 2], down: [usize; 2], limit: Option<f64>| {
+            let layer = ExpertsLayer {
+                up: make.float(up).into(),
+                up_bias: None,
+                activation: if limit == Some(2.0) { PLAIN } else { GATED },
+                limit,
+                down: make.float(down).into(),
+                down_bias: None,
+            };
+            experts(x(), Tensor::zeros(chosen, &make.0), make.float(weights), layer)
+        };
+        let (two, up, down) = ([rows, 2], [64, 8], [32, 8]);
+        refused("experts", &["up [64, 7]", &dims], || mixed(two, two, [64, 7], down, None));
+        refused("experts", &["up [60, 8]", &dims], || mixed(two, two, [60, 8], down, None));
+        refused("experts", &["down [7, 8]", &dims], || mixed(two, two, up, [7, 8], None));
+        refused("experts", &["down [33, 8]", &dims], || mixed(two, two, up, [33, 8], None));
+        refused("experts", &["5 of 4 experts"], || mixed([rows, 5], [rows, 5], up, down, None));
+        refused("experts", &["chosen", &dims], || mixed([rows + 1, 2], two, up, down, None));
+        refused("experts", &["weights", &dims], || mixed(two, [rows, 1], up, down, None));
+        refused("experts", &["limit"], || mixed(two, two, up, down, Some(0.0)));
+        refused("experts", &["limit"], || mixed(two, two, [32, 8], down, Some(2.0)));
+        refused("choose_experts", &["9 of 8 experts"], || choose_experts(x(), 9));
+        refused("choose_experts", &["0 of 8 experts"], || choose_experts(x(), 0));
+        refused("choose_experts", &["1025 experts"], || choose_experts(make.float([1, 1025]), 1));
+        refused("expert_loads", &["no experts"], || {
+            expert_loads(Tensor::<B, 2, Int>::zeros([1, 1], &make.0), 0)
         });
         // The same with a quantized weight.
         refused("linear", &["weight [16, 3]", &dims], || linear(x(), make.bytes([16, 12]), None));

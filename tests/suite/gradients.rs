@@ -3,8 +3,8 @@
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor};
 use fireclay_kernels::{
-    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, HeadLossOptions, Norm, RandomKey,
-    activate, attention, head_loss, linear, norm,
+    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions, Norm,
+    RandomKey, activate, attention, experts, head_loss, linear, norm,
 };
 
 use crate::backend_test;
@@ -67,6 +67,25 @@ backend_test!(gradients_are_slopes::<B>(device) {
     assert_slope("projection's weight", random::<B, 2>(4, [5, 9], &device), |weight| {
         linear(lift(random::<B, 2>(1, [4, 9], &device)), weight, None)
     });
+
+    let shapes = [[4, 6], [4, 2], [3 * 10, 6], [3 * 6, 5]];
+    let inputs = || shapes.iter().zip(20..).map(|(shape, seed)| random::<B, 2>(seed, *shape, &device));
+    let chosen = Tensor::<Autodiff<B>, 2, Int>::from_data([[0, 2], [2, 0], [0, 2], [2, 2]], &device);
+    for (at, name) in ["input", "weights", "up", "down"].into_iter().enumerate() {
+        assert_slope(&format!("experts' {name}"), inputs().nth(at).expect("four inputs"), |own| {
+            let mut all: Vec<_> = inputs().map(lift).collect();
+            all[at] = own;
+            let layer = ExpertsLayer {
+                up: all[2].clone().into(),
+                up_bias: None,
+                activation: Activation::gated(ActivationKind::Silu),
+                limit: None,
+                down: all[3].clone().into(),
+                down_bias: None,
+            };
+            experts(all[0].clone(), chosen.clone(), all[1].clone(), layer)
+        });
+    }
 
     let heads = |seed| random::<B, 4>(seed, [2, 2, 6, 4], &device);
     let lifted = |seed| Tensor::<Autodiff<B>, 4>::from_inner(heads(seed));

@@ -4,6 +4,7 @@
 //! would be one more pass over memory, in one thread.
 
 mod dot_products;
+mod grouped;
 mod stored;
 mod team;
 mod tile_products;
@@ -18,6 +19,7 @@ use ndarray::IxDyn;
 use rayon::prelude::*;
 
 pub(crate) use self::dot_products::DotProducts;
+pub(crate) use self::grouped::{GroupedMatrix, grouped_gradient, grouped_outer, grouped_product};
 pub(crate) use self::stored::{DOT_PRODUCT_ROWS, Inputs, QuantizedRows, stored_gradient, stored_product};
 pub(crate) use self::tile_products::Instructions;
 pub(crate) use self::words::{Words, words_tensor};

@@ -31,7 +31,7 @@ thread_local! {
 }
 
 /// Calls `work` with `size` floats of scratch memory of this thread, not cleared.
-fn with_scratch<R>(size: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
+pub(super) fn with_scratch<R>(size: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
     // Taken out, because rayon may run another piece of work within `work`: that one allocates its
     // own.
     let mut scratch = SCRATCH.take();
@@ -75,6 +75,24 @@ impl QuantizedRows {
             Weight::Quantized(weight) => Ok(vec![Self::of(weight)]),
             Weight::Stacked(parts) => Ok(parts.into_iter().map(Self::of).collect()),
         }
+    }
+
+    /// Number of rows.
+    pub(super) fn count(&self) -> usize {
+        self.rows
+    }
+
+    /// The words of a range of whole tiles, if the format's kernel multiplies with them.
+    pub(super) fn whole_tiles(&self, range: &Range<usize>, inputs: Inputs) -> Option<&[i32]> {
+        let reads = self.tiles.is_some() && (inputs == Inputs::Quantized || !self.format.rounds_inputs());
+        let whole = range.start.is_multiple_of(TILE) && range.len().is_multiple_of(TILE);
+        let within = range.end <= self.rows / TILE * TILE;
+        (reads && whole && within).then(|| &self.packed[range.start * self.words_each..range.end * self.words_each])
+    }
+
+    /// Rows of inputs as the format's kernel reads them.
+    pub(super) fn packed_inputs(&self, x: &[f32]) -> Packed {
+        Packed::new(self.format, x, self.d_input)
     }
 
     /// Calls `work` with rows as they are stored.

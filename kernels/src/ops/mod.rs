@@ -10,6 +10,7 @@ pub(crate) mod decode_step;
 pub(crate) mod download;
 pub(crate) mod dropout;
 pub(crate) mod embed;
+pub(crate) mod experts;
 pub(crate) mod feed_forward;
 pub(crate) mod head_log_probs;
 pub(crate) mod head_loss;

@@ -7,6 +7,7 @@ mod collective;
 mod download;
 mod dropout;
 mod embed;
+mod experts;
 mod feed_forward;
 mod head_log_probs;
 mod head_loss;

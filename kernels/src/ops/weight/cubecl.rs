@@ -136,7 +136,22 @@ fn dequantize_kernel<I: Int, O: Float>(
     if named {
         row = clamp_index::<I>(tokens[row as usize], last);
     }
-    let (begin, four) = (row * words, at % fours);
+    let weights = four_weights(packed, scales, row, at % fours, words, numbers_each, format);
+    out[at as usize] = Four::<O>::cast_from(weights);
+}
+
+/// Weights `4 * four` to `4 * four + 3` of row `row`.
+#[cube]
+pub(crate) fn four_weights(
+    packed: &Array<u32>,
+    scales: &Array<f32>,
+    row: u32,
+    four: u32,
+    words: u32,
+    numbers_each: u32,
+    #[comptime] format: Format,
+) -> Vector<f32, Const<4>> {
+    let begin = row * words;
     let mut weights = Vector::<f32, Const<4>>::new(0.0);
     match format {
         Format::Int8 => {
@@ -174,5 +189,5 @@ fn dequantize_kernel<I: Int, O: Float>(
             }
         }
     }
-    out[at as usize] = Four::<O>::cast_from(weights);
+    weights
 }
