@@ -22,6 +22,8 @@ const STORED: usize = 4 * TILE;
 /// A stack of matrices of one shape.
 pub(crate) struct GroupedMatrix {
     stored: Stored,
+    /// Number of matrices.
+    count: usize,
     /// Rows and columns of each.
     rows: usize,
     columns: usize,
@@ -48,7 +50,16 @@ impl GroupedMatrix {
             Ok(parts) => Stored::Quantized(parts),
             Err(floats) => Stored::Float(Values::rows(floats)),
         };
-        Self { stored, rows: rows / count, columns }
+        Self { stored, count, rows: rows / count, columns }
+    }
+
+    /// Panics unless `starts` divides all of `rows` among the matrices, in order.
+    fn check(&self, starts: &[usize], rows: usize) {
+        assert_eq!(starts.len(), self.count + 1, "a group for each matrix");
+        assert!(
+            starts[0] == 0 && starts[self.count] == rows && starts.is_sorted(),
+            "groups of all {rows} rows, in order"
+        );
     }
 
     /// The pieces of groups that have rows.
@@ -116,6 +127,7 @@ pub(crate) fn grouped_product(
     inputs: Inputs,
 ) -> Vec<f32> {
     let (rows, size, width) = (x.len() / matrix.columns, matrix.columns, matrix.rows);
+    matrix.check(starts, rows);
     let mut out = Vec::<f32>::with_capacity(rows * width);
     let begin = Shared(out.as_mut_ptr());
     let pieces = matrix.pieces(starts);
@@ -190,6 +202,7 @@ pub(crate) fn grouped_product(
 /// Each row of `grad` `[rows, rows of a matrix]` times the matrix of its group: `[rows, columns]`.
 pub(crate) fn grouped_gradient(grad: &[f32], starts: &[usize], matrix: &GroupedMatrix) -> Vec<f32> {
     let (rows, size, width) = (grad.len() / matrix.rows, matrix.rows, matrix.columns);
+    matrix.check(starts, rows);
     let mut out = Vec::<f32>::with_capacity(rows * width);
     let begin = Shared(out.as_mut_ptr());
     let groups: Vec<usize> = (0..starts.len() - 1).filter(|group| starts[*group] < starts[group + 1]).collect();

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use fireclay_kernels::{
-    AttentionOptions, CacheDType, CachedRow, CachedTokens, LayerCache, Norm, PackedHeads, Placement, RotaryTable,
-    cached_attention,
+    AttentionOptions, Backend, CacheDType, CachedRow, CachedTokens, LayerCache, Norm, PackedHeads, Placement,
+    RotaryTable, cached_attention,
 };
 
 use crate::backend_test;
@@ -38,6 +38,21 @@ impl Growing {
         });
         grown.collect()
     }
+}
+
+/// A step's attention, and that of plain operations in f32, each with a cache of its own.
+fn ours_and_plain<B: Backend>(
+    qkv: Tensor<B, 2>,
+    heads: PackedHeads,
+    placement: &Placement<B>,
+    options: AttentionOptions,
+    at: &CachedTokens<B>,
+    [ours, theirs]: [&mut LayerCache<B>; 2],
+) -> [Tensor<B, 2>; 2] {
+    let a = cached_attention(qkv.clone(), heads, placement.clone(), options, at, ours).cast(DType::F32);
+    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), options, at, theirs);
+    let size = a.dims();
+    [a, b.reshape(size)]
 }
 
 backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
@@ -112,17 +127,7 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                             _ => CachedTokens::new(grown, window, &device),
                         };
                         let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                        let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours)
-                            .cast(DType::F32);
-                        let b = plain::cached_attention(
-                            qkv.cast(DType::F32),
-                            heads,
-                            placement.clone(),
-                            options,
-                            &at,
-                            &mut theirs,
-                        );
-                        let b = b.reshape([tokens, heads.n_heads * head_dim]);
+                        let [a, b] = ours_and_plain(qkv, heads, placement, options, &at, [&mut ours, &mut theirs]);
                         let what = format!(
                             "{heads:?} {dtype:?}, {own:?} with {other:?}, window {window:?} starts {starts:?}, step \
                              {step}"
@@ -228,17 +233,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                     let at = CachedTokens::new(rows.grown(which), window, &device);
                     let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
                     let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                    let a = cached_attention(qkv.clone(), heads, placement.clone(), options, &at, &mut ours)
-                        .cast(DType::F32);
-                    let b = plain::cached_attention(
-                        qkv.cast(DType::F32),
-                        heads,
-                        placement.clone(),
-                        options,
-                        &at,
-                        &mut theirs,
-                    );
-                    let b = b.reshape([tokens, heads.n_heads * head_dim]);
+                    let [a, b] = ours_and_plain(qkv, heads, &placement, options, &at, [&mut ours, &mut theirs]);
                     // Row by row: a small one would be lost among the others.
                     let mut first = 0;
                     for (row, tokens) in *which {

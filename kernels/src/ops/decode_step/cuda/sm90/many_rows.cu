@@ -64,7 +64,8 @@ static_assert(GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0 && BATCH % 8 ==
 
 // The scales of a block's rows of a layer, in this order.
 struct OwnScales {
-    static constexpr int QKV = 0, OUT = QKV + Qkv::OWN, GATE = OUT + Out::OWN, UP = GATE + Half::OWN, DOWN = UP + Half::OWN, ALL = DOWN + Down::OWN;
+    static constexpr int QKV = 0, OUT = QKV + Qkv::OWN, GATE = OUT + Out::OWN, UP = GATE + Half::OWN;
+    static constexpr int DOWN = UP + Half::OWN, ALL = DOWN + Down::OWN;
     static constexpr int SET_BYTES = INT8 ? ALL * 4 : 0;
 };
 static_assert(OwnScales::ALL <= CONSUMERS, "a thread reads a scale");
@@ -257,16 +258,21 @@ struct Consumer {
         using Own = OwnScales;
         const Scales& all = step.scales[layer];
         const int i = thread;
-        const float* const* of = i < Own::OUT ? &all.qkv : i < Own::GATE ? &all.out : i < Own::DOWN ? &all.up : &all.down;
+        const float* const* of = i < Own::OUT ? &all.qkv
+            : i < Own::GATE ? &all.out
+            : i < Own::DOWN ? &all.up : &all.down;
         const int row = i < Own::OUT ? cluster * Qkv::ALL + rank * Qkv::OWN + i
             : i < Own::GATE ? cluster * Out::ALL + rank * Out::OWN + i - Own::OUT
-            : i < Own::DOWN ? cluster * Half::ALL + rank * Half::OWN + (i < Own::UP ? i - Own::GATE : i - Own::UP + D_FF)
+            : i < Own::UP ? cluster * Half::ALL + rank * Half::OWN + i - Own::GATE
+            : i < Own::DOWN ? D_FF + cluster * Half::ALL + rank * Half::OWN + i - Own::UP
             : cluster * Down::ALL + rank * Down::OWN + i - Own::DOWN;
         float scale;
         asm volatile("ld.global.f32 %0, [%1];" : "=f"(scale) : "l"(*of + row));
         return scale;
     }
-    __device__ __forceinline__ float* scales_of_layer(int layer) const { return reinterpret_cast<float*>(memory + AT_SCALES) + layer % 2 * OwnScales::ALL; }
+    __device__ __forceinline__ float* scales_of_layer(int layer) const {
+        return reinterpret_cast<float*>(memory + AT_SCALES) + layer % 2 * OwnScales::ALL;
+    }
     // The scales of two adjacent rows.
     __device__ __forceinline__ float2 own_scales(int layer, int at) const {
         return INT8 ? *reinterpret_cast<const float2*>(scales_of_layer(layer) + at) : make_float2(1, 1);
@@ -636,7 +642,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
                 const float2 gate = total(2 * pair), up = total(Half::OWN + 2 * pair);
                 const float f = c.factor(row);
                 const int at = (cluster * Half::ALL + rank * Half::OWN) / 2 + pair;
-                const float2 of_gate = c.own_scales(l, OwnScales::GATE + 2 * pair), of_up = c.own_scales(l, OwnScales::UP + 2 * pair);
+                const float2 of_gate = c.own_scales(l, OwnScales::GATE + 2 * pair);
+                const float2 of_up = c.own_scales(l, OwnScales::UP + 2 * pair);
                 const float g[2] = {gate.x * f * of_gate.x, gate.y * f * of_gate.y}, u[2] = {up.x * f * of_up.x, up.y * f * of_up.y};
                 publish(set + H + row * (D_FF / 2) + at, pack(gated(g[0], u[0]), gated(g[1], u[1])));
             }
