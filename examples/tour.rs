@@ -33,7 +33,7 @@ fn main() -> Result<(), Failure> {
     let which = Tensor::<B, 1, Int>::from_ints([0, 1, 2, 0, 1], &device);
     let keys = words.select(0, which).reshape([1, 1, 5, 16]);
     let mask = AttentionMask::Causal { window: None };
-    let weights = attention_weights(keys.clone(), keys, &mask, AttentionOptions::new(16));
+    let weights = attention_weights(keys.clone(), keys, None, &mask, AttentionOptions::new(16));
     let weights: Vec<f32> = weights.into_data().iter().collect();
     let picture = Path::new("target").join("attention.svg");
     attention_map("each word attends to its like", &tokens, &weights)?.save(&picture)?;

@@ -19,6 +19,7 @@ use crate::ops::optimizer::OptimizerOps;
 use crate::ops::reshape::ReshapeOps;
 use crate::ops::rotary::RotaryOps;
 use crate::ops::share::ShareOps;
+use crate::ops::side_loss::SideLossOps;
 use crate::ops::upload::UploadOps;
 use crate::ops::weight::WeightOps;
 use crate::recorder::RecorderOps;
@@ -64,6 +65,7 @@ backend! {
     ReshapeOps,
     RotaryOps,
     ShareOps,
+    SideLossOps,
     UploadOps,
     WeightOps,
 }

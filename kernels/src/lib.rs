@@ -58,6 +58,7 @@ pub use compile_ahead::compile_ahead;
 pub use ops::activation::{Activation, ActivationKind, activate};
 pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
+    sink_attention,
 };
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::collective::{Collective, HostExchange, Rank, all_gather, all_reduce, reduce_scatter};
@@ -86,6 +87,7 @@ pub use ops::optimizer::{AdamW, AdamWParameter, gradient_norm, optimizer_step, o
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::share::{DeviceTensor, Place, Reader, SharedMemory, reclaim_shared};
+pub use ops::side_loss::side_loss;
 pub use ops::upload::{upload, upload_pieces};
 pub use ops::weight::HostWeight;
 pub use packed_heads::PackedHeads;
@@ -128,6 +130,7 @@ pub mod traits {
     pub use crate::ops::reshape::ReshapeOps;
     pub use crate::ops::rotary::RotaryOps;
     pub use crate::ops::share::ShareOps;
+    pub use crate::ops::side_loss::SideLossOps;
     pub use crate::ops::upload::UploadOps;
     pub use crate::ops::weight::WeightOps;
     pub use crate::recorder::RecorderOps;
@@ -140,7 +143,9 @@ pub mod traits {
 pub mod operands {
     pub use crate::checked::{Checked, Operands};
     pub use crate::ops::activation::{ActivateBackward, ActivateForward};
-    pub use crate::ops::attention::{AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward};
+    pub use crate::ops::attention::{
+        AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward, SinkAttention,
+    };
     pub use crate::ops::cached_attention::CachedAttention;
     pub use crate::ops::collective::Exchange;
     pub use crate::ops::decode_step::{DecodeBody, DecodePlanned, DecodeStep};
@@ -155,6 +160,7 @@ pub mod operands {
     pub use crate::ops::norm::{NormBackward, NormForward};
     pub use crate::ops::optimizer::{GradientNorm, OptimizerStep};
     pub use crate::ops::rotary::{NextPositions, QkvRotaryForward, RotaryForward};
+    pub use crate::ops::side_loss::SideLoss;
     pub use crate::ops::weight::{Dequantize, Rounded};
 }
 

@@ -11,9 +11,10 @@ use fireclay_kernels::{
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, ExpertsLayer, FeedForwardLayer, Format,
     HeadLossOptions, LayerCache, MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey,
     RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention,
-    cached_attention, choose_experts, compile_ahead, decode_step, dropout, embed, embed_add, expert_loads, experts,
-    feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up,
-    norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout, embed, embed_add,
+    expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add, next_positions,
+    norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary, side_loss,
+    sink_attention,
 };
 
 use crate::backend_test;
@@ -96,6 +97,8 @@ backend_test!(norms_and_activations_refuse_what_does_not_fit::<B>(device) {
     refused("activate", &["empty"], || activate(make.float([0, 8]), PLAIN));
     let drop = Dropout { probability: 0.5, key: RandomKey::new(1) };
     refused("dropout", &["empty"], || dropout(make.float([0, 8]), drop));
+    refused("side_loss", &["loss [2]"], || side_loss(x(), make.float([2])));
+    refused("side_loss", &["empty"], || side_loss(make.float([0, 8]), make.float([1])));
     refused("reshape", &["[5, 5]", "[3, 8]"], || reshape(x(), [5, 5]));
     refused("reshape", &["[3, 8]"], || reshape(x(), [usize::MAX, 8, 2]));
     if let Some(other) = make.elsewhere() {
@@ -261,6 +264,21 @@ backend_test!(attention_refuses_what_does_not_fit::<B>(device) {
         refused("attention", &[&named, "key [2, 2, 6, 8]"], || call(good, kv, value, mask()));
     }
     refused("attention", &["empty"], || call([2, 4, 0, 8], kv, kv, mask()));
+    let sunk = |sinks: usize, key: [usize; 4]| {
+        let (query, key, value) = (make.float(good), make.float(key), make.float(kv));
+        sink_attention(query, key, value, make.float([sinks]), &mask(), AttentionOptions::new(8))
+    };
+    refused("sink_attention", &["sinks [3]", "query [2, 4, 5, 8]"], || sunk(3, kv));
+    refused("sink_attention", &["value"], || sunk(4, [2, 2, 5, 8]));
+    refused("attention_weights", &["sinks [5]"], || {
+        attention_weights(
+            make.float(good),
+            make.float(kv),
+            Some(make.float([5])),
+            &mask(),
+            AttentionOptions::new(8),
+        )
+    });
     refused("attention", &["see none"], || call([2, 4, 7, 8], kv, kv, AttentionMask::Causal { window: None }));
     refused("attention", &["no keys"], || call(good, kv, kv, AttentionMask::Causal { window: Some(0) }));
     for positions in [[1, 5], [2, 4], [5, 2]] {
@@ -331,7 +349,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
             attention_norm: make.rms(32),
             qkv: weight(64, 32),
             qkv_bias: None,
-            placement: Placement { query_norm: None, key_norm: None, rotary: None },
+            placement: Placement::none(),
             output: weight(32, heads.n_heads * heads.head_dim),
             output_bias: None,
             feed_forward_norm: make.rms(32),
@@ -402,7 +420,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     let new = |pages, page_tokens, heads| {
         LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(FloatDType::F32), &make.0)
     };
-    let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
+    let bare = || Placement::none();
     let row = |pages: &[u32], tokens, keys| CachedRow { pages: pages.into(), tokens, keys };
     let at = |rows: &[CachedRow]| CachedTokens::<B>::new(rows.to_vec(), None, &make.0);
     let (op, options) = ("cached_attention", AttentionOptions::new(8));
@@ -421,7 +439,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
         let normed = |query: usize, key: usize| Placement {
             query_norm: Some(make.rms(query)),
             key_norm: Some(make.rms(key)),
-            rotary: None,
+            ..bare()
         };
         refused(op, &["gamma [7]"], || call(normed(7, 8), here(), new(3, 4, heads)));
         refused(op, &["gamma [9]"], || call(normed(8, 9), here(), new(3, 4, heads)));
@@ -429,6 +447,8 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
         refused(op, &["or none"], || call(half, here(), new(3, 4, heads)));
         let rotated = Placement { rotary: Some(make.table(10, 5)), ..bare() };
         refused(op, &["cosines [10, 5]"], || call(rotated, here(), new(3, 4, heads)));
+        let sunk = Placement { sinks: Some(make.float([heads.n_heads + 1])), ..bare() };
+        refused(op, &["sinks ["], || call(sunk, here(), new(3, 4, heads)));
         let with = |options| cached_attention(qkv(), heads, bare(), options, &here(), &mut new(3, 4, heads));
         refused(op, &["softcap of Some(0.0)"], || with(options.with_softcap(Some(0.0))));
         let dropped = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });

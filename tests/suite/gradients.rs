@@ -4,7 +4,7 @@ use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor};
 use fireclay_kernels::{
     Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions, Norm,
-    RandomKey, activate, attention, experts, head_loss, linear, norm,
+    RandomKey, activate, attention, experts, head_loss, linear, norm, sink_attention,
 };
 
 use crate::backend_test;
@@ -96,6 +96,13 @@ backend_test!(gradients_are_slopes::<B>(device) {
         assert_slope(&format!("{name}: query"), heads(5), |q| attention(q, lifted(6), lifted(7), &mask, options));
         assert_slope(&format!("{name}: key"), heads(6), |k| attention(lifted(5), k, lifted(7), &mask, options));
         assert_slope(&format!("{name}: value"), heads(7), |v| attention(lifted(5), lifted(6), v, &mask, options));
+        let sinks = random::<B, 1>(8, [2], &device);
+        assert_slope(&format!("{name}: query with sinks"), heads(5), |q| {
+            sink_attention(q, lifted(6), lifted(7), Tensor::from_inner(sinks.clone()), &mask, options)
+        });
+        assert_slope(&format!("{name}: sinks"), sinks.clone(), |sinks| {
+            sink_attention(lifted(5), lifted(6), lifted(7), sinks, &mask, options)
+        });
     }
 
     let targets = Tensor::<Autodiff<B>, 1, Int>::from_data([3, -100, 0, 6, 2], &device);

@@ -23,5 +23,6 @@ pub(crate) mod optimizer;
 pub(crate) mod reshape;
 pub(crate) mod rotary;
 pub(crate) mod share;
+pub(crate) mod side_loss;
 pub(crate) mod upload;
 pub(crate) mod weight;

@@ -6,7 +6,7 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, Int, Tensor};
 use fireclay_kernels::{
     AttentionMask, AttentionOptions, Backend, Dropout, PackedHeads, RandomKey, attention, attention_weights,
-    qkv_attention,
+    qkv_attention, sink_attention,
 };
 
 use crate::backend_test;
@@ -117,6 +117,48 @@ backend_test!(capped_scores_and_their_gradients_match_the_reference::<B>(device)
     }
 });
 
+backend_test!(sinks_take_part_in_the_softmax_and_contribute_nothing::<B>(device) {
+    for ([batch_size, n_heads, n_kv_heads, tokens, head_dim], drop) in
+        [([1, 1, 1, 1, 2], false), ([2, 4, 2, 3, 8], false), ([1, 3, 1, 65, 6], true), ([1, 2, 2, 130, 64], false)]
+    {
+        let heads = |seed, heads| random::<B, 4>(seed, [batch_size, heads, tokens, head_dim], &device) * 2.0;
+        let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
+        let options = AttentionOptions::new(head_dim).with_dropout(dropped);
+        let lengths = Tensor::<Autodiff<B>, 1, Int>::full([batch_size], tokens.max(2) as i64 - 1, &device);
+        // Sinks among the scores, and far above and below them.
+        for (offset, mask) in [
+            (0.5, AttentionMask::Causal { window: None }),
+            (-40.0, AttentionMask::Causal { window: Some(2) }),
+            (9.0, AttentionMask::Lengths(lengths)),
+        ] {
+            let sinks = random::<B, 4>(4, [1, n_heads, 1, 1], &device) * 2.0 + offset;
+            let inputs = [heads(1, n_heads), heads(2, n_kv_heads), heads(3, n_kv_heads), sinks];
+            let ours = |i: &[Tensor<Autodiff<B>, 4>]| {
+                let sinks = i[3].clone().reshape([n_heads]);
+                sink_attention(i[0].clone(), i[1].clone(), i[2].clone(), sinks, &mask, options)
+            };
+            // The weights with their sinks, from basic operations.
+            let theirs = |i: &[Tensor<Autodiff<B>, 4>]| {
+                let sinks = Some(i[3].clone().reshape([n_heads]));
+                let weights = attention_weights(i[0].clone(), i[1].clone(), sinks, &mask, options);
+                let weights = match options.dropout {
+                    None => weights,
+                    Some(dropped) => {
+                        let rows = [batch_size * n_heads * tokens, tokens];
+                        plain::dropout(weights.reshape(rows), dropped).reshape([batch_size, n_heads, tokens, tokens])
+                    }
+                };
+                let shape = [batch_size, n_kv_heads, n_heads / n_kv_heads, tokens, head_dim];
+                let value = i[2].clone().reshape([batch_size, n_kv_heads, 1, tokens, head_dim]).expand(shape);
+                let value = value.reshape([batch_size, n_heads, tokens, head_dim]);
+                weights.matmul(value).swap_dims(1, 2).reshape([batch_size, tokens, n_heads * head_dim])
+            };
+            let what = format!("sinks by {offset}, {n_heads}/{n_kv_heads}x{tokens}x{head_dim}");
+            assert_parity_within(tolerance_under_test::<B>(&device).or_zero(), &what, &inputs, ours, theirs);
+        }
+    }
+});
+
 backend_test!(documents_in_a_row_attend_as_if_each_were_alone::<B>(device) {
     let (lengths, total) = ([1, 70, 3, 66], 140);
     let random = |seed| random::<B, 4>(seed, [1, 2, total, 16], &device);
@@ -140,7 +182,7 @@ backend_test!(attention_weights_times_the_values_are_attention::<B>(device) {
     let lengths = Tensor::<B, 1, Int>::from_data([7, 3], &device);
     for mask in [AttentionMask::None, AttentionMask::Causal { window: Some(4) }, AttentionMask::Lengths(lengths)] {
         let options = AttentionOptions::new(8);
-        let weights = attention_weights(query.clone(), key.clone(), &mask, options);
+        let weights = attention_weights(query.clone(), key.clone(), None, &mask, options);
         // Key head j serves two query heads.
         let values = value.clone().reshape([2, 2, 1, 7, 8]).expand([2, 2, 2, 7, 8]).reshape([2, 4, 7, 8]);
         let ours = weights.matmul(values).swap_dims(1, 2).reshape([2, 7, 32]);

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use fireclay_kernels::{
-    AttentionOptions, Backend, CacheDType, CachedRow, CachedTokens, LayerCache, Norm, PackedHeads, Placement,
-    RotaryTable, cached_attention,
+    AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow, CachedTokens, LayerCache, Norm, PackedHeads,
+    Placement, RotaryTable, cached_attention, sink_attention,
 };
 
 use crate::backend_test;
@@ -72,11 +72,12 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
             let tolerance = if head_dim == 2 { tolerance.times(3.0) } else { tolerance };
             let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
             let gamma = |seed| Norm::rms(random::<B, 1>(seed, [head_dim], &device) + 1.5, 1e-6);
-            let bare = Placement { query_norm: None, key_norm: None, rotary: None };
+            let bare = Placement::none();
             let full = Placement {
                 query_norm: Some(gamma(1)),
                 key_norm: Some(gamma(2)),
                 rotary: Some(RotaryTable::new(700, &frequencies, 1.0, &device)),
+                sinks: None,
             };
             // Rows with and without a common prefix, and more keys than one piece; pages of few and
             // many tokens.
@@ -152,7 +153,8 @@ backend_test!(scales_caps_and_partial_rotation_match_the_reference::<B>(device) 
             let frequencies: Vec<f64> = (0..half).map(|at| 0.7f64.powi(at)).collect();
             let gamma = |seed| normed.then(|| Norm::rms(random::<B, 1>(seed, [head_dim], &device) + 1.5, 1e-6));
             let rotary = Some(RotaryTable::new(700, &frequencies, 1.3, &device));
-            let placement = Placement { query_norm: gamma(1), key_norm: gamma(2), rotary };
+            let sinks = normed.then(|| random::<B, 1>(3, [heads.n_heads], &device) * 3.0);
+            let placement = Placement { query_norm: gamma(1), key_norm: gamma(2), rotary, sinks };
             let usual = AttentionOptions::new(head_dim);
             for (options, window) in [
                 (usual, Some(40)),
@@ -189,6 +191,52 @@ backend_test!(scales_caps_and_partial_rotation_match_the_reference::<B>(device) 
     }
 });
 
+backend_test!(sinks_of_a_cache_are_those_of_attention_without_one::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for heads in [
+            PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 2 },
+            PackedHeads { n_heads: 6, n_kv_heads: 2, head_dim: 10 },
+            PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 64 },
+        ] {
+            let PackedHeads { n_heads, head_dim, .. } = heads;
+            let options = AttentionOptions::new(head_dim);
+            let placement = Placement { sinks: Some(random::<B, 1>(3, [n_heads], &device) * 3.0), ..Placement::none() };
+            for window in [None, Some(3)] {
+                let (pages, page_tokens) = (20, 32);
+                let mut cache =
+                    LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(dtype), &device);
+                // A short row, and one of more keys than a piece.
+                let (lengths, mut rows) = ([8, 301], Growing::new(2, page_tokens, pages));
+                let whole = lengths.map(|tokens| {
+                    random::<B, 3>(20 + tokens as u64, [1, tokens, heads.width()], &device).cast(dtype)
+                });
+                let full = whole.clone().map(|qkv| {
+                    let [query, key, value] = heads.split(qkv.cast(DType::F32));
+                    let sinks = placement.sinks.clone().expect("the case has sinks");
+                    sink_attention(query, key, value, sinks, &AttentionMask::Causal { window }, options)
+                });
+                let steps: [&[(usize, usize)]; 4] = [&[(0, 3), (1, 290)], &[(0, 1), (1, 1)], &[(0, 4), (1, 1)], &[(1, 9)]];
+                let mut done = [0, 0];
+                for (step, which) in steps.into_iter().enumerate() {
+                    let at = CachedTokens::new(rows.grown(which), window, &device);
+                    let new = which.iter().map(|(row, tokens)| whole[*row].clone().narrow(1, done[*row], *tokens));
+                    let qkv = Tensor::cat(new.collect(), 1).squeeze_dim::<2>(0);
+                    let ours = cached_attention(qkv, heads, placement.clone(), options, &at, &mut cache);
+                    let mut first = 0;
+                    for (row, tokens) in which.iter().copied() {
+                        let own = ours.clone().narrow(0, first, tokens).cast(DType::F32);
+                        let wanted = full[row].clone().narrow(1, done[row], tokens).squeeze_dim::<2>(0);
+                        let what = format!("{heads:?} {dtype:?}, window {window:?}, step {step}, row {row}");
+                        assert_close(&what, &own, &wanted, tolerance.times(2.0));
+                        (first, done[row]) = (first + tokens, done[row] + tokens);
+                    }
+                }
+                assert_eq!(done, lengths);
+            }
+        }
+    }
+});
+
 backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
     let shapes = [
         PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 128 },
@@ -212,6 +260,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                 query_norm: Some(Norm::rms(random::<B, 1>(1, [head_dim], &device) + 1.5, 1e-6)),
                 key_norm: Some(Norm::rms(random::<B, 1>(2, [head_dim], &device) + 1.5, 1e-6)),
                 rotary: Some(RotaryTable::new(700, &frequencies, 1.0, &device)),
+                sinks: None,
             };
             for window in [None, Some(1), Some(100)] {
                 let page_tokens = 64;
@@ -224,7 +273,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
                     let row = CachedRow { pages: [page].into(), tokens: page_tokens, keys: page_tokens };
                     let at = CachedTokens::new(vec![row], None, &device);
                     let nothing = || Tensor::<B, 2>::full([page_tokens, heads.width()], f32::NAN, &device);
-                    let bare = Placement { query_norm: None, key_norm: None, rotary: None };
+                    let bare = Placement::none();
                     cached_attention(nothing().cast(dtype), heads, bare.clone(), options, &at, &mut ours);
                     plain::cached_attention(nothing(), heads, bare, options, &at, &mut theirs);
                 }
@@ -250,7 +299,7 @@ backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
 
 backend_test!(cached_attention_gives_the_same_bits_whatever_the_pages::<B>(device) {
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 16 };
-    let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
+    let bare = || Placement::none();
     for dtype in [CacheDType::Float(FloatDType::F32), CacheDType::Int8] {
         let outputs = [(1024, 3), (64, 27), (16, 101)].map(|(page_tokens, pages)| {
             let mut cache = LayerCache::<B>::new(pages, page_tokens, heads, dtype, &device);
@@ -270,7 +319,7 @@ backend_test!(cached_attention_gives_the_same_bits_whatever_the_pages::<B>(devic
 
 backend_test!(what_is_no_number_stays_in_its_row_and_is_not_lost::<B>(device) {
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 16 };
-    let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
+    let bare = || Placement::none();
     for dtype in [CacheDType::Float(FloatDType::F32), CacheDType::Int8] {
         let mut cache = LayerCache::<B>::new(3, 64, heads, dtype, &device);
         let mut pass = |rows: &[(&[u32], usize, usize)], bad: Option<usize>| {

@@ -18,4 +18,5 @@ mod optimizer;
 mod reshape;
 mod rotary;
 mod share;
+mod side_loss;
 mod weight;

@@ -10,8 +10,8 @@ use burn::tensor::Tensor;
 
 use super::{
     AttentionBackward, AttentionForward, AttentionMask, AttentionOps, AttentionOptions, AttentionOutput,
-    QkvAttentionBackward, QkvAttentionForward, attention_backward, attention_forward, packed_call,
-    qkv_attention_backward, qkv_attention_forward,
+    QkvAttentionBackward, QkvAttentionForward, SinkAttention, attention_backward, attention_forward, packed_call,
+    qkv_attention_backward, qkv_attention_forward, sinks,
 };
 use crate::autodiff::{inner, inner_int};
 use crate::checked::Checked;
@@ -40,19 +40,49 @@ impl<B: AttentionOps> Backward<B, 3> for AttentionNode {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { query, key, value, saved, mask, options } = ops.state;
         let _forward = self.0.enter();
-        let _op = recorder::op("attention backward", || {
-            let inputs = [recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)];
-            let written = inputs.iter().map(|input| input.bytes()).sum::<u64>() + 2 * inputs[0].bytes();
-            let [batch_size, n_heads, queries, head_dim] = query.dims();
-            let flops = mask.products(5, [batch_size, n_heads, queries, key.dims()[2], head_dim]);
-            Call::reads(inputs).and(written).computes(flops)
-        });
+        let _op = recorder::op("attention backward", || backward_call([&query, &key, &value], &mask));
         let operands = AttentionBackward { grad, query, key, value, saved, mask, options };
         let gradients = attention_backward::<B>(Checked::new(operands));
         let gradients = [gradients.query, gradients.key, gradients.value];
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
             if let Some(node) = parent {
                 grads.register::<B>(node.id, primitive(gradient));
+            }
+        }
+    }
+}
+
+/// Bytes and FLOP of the gradients of query, key and value.
+fn backward_call<B: AttentionOps>([query, key, value]: [&Tensor<B, 4>; 3], mask: &AttentionMask<B>) -> Call {
+    let inputs = [query, key, value].map(recorder::operand);
+    let written = inputs.iter().map(|input| input.bytes()).sum::<u64>() + 2 * inputs[0].bytes();
+    let [batch_size, n_heads, queries, head_dim] = query.dims();
+    let flops = mask.products(5, [batch_size, n_heads, queries, key.dims()[2], head_dim]);
+    Call::reads(inputs).and(written).computes(flops)
+}
+
+/// Parents `[query, key, value, sinks]`.
+#[derive(Debug)]
+struct SinkAttentionNode(Forward);
+
+impl<B: AttentionOps> Backward<B, 4> for SinkAttentionNode {
+    /// The saved results are those with sinks.
+    type State = (State<B>, Tensor<B, 1>);
+
+    fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let grad = float(grads.consume::<B>(&ops.node));
+        let (State { query, key, value, saved, mask, options }, sinks) = ops.state;
+        let _forward = self.0.enter();
+        let _op = recorder::op("sink_attention backward", || backward_call([&query, &key, &value], &mask));
+        let [q, k, v, sink] = ops.parents.map(|parent| parent.map(|node| node.id));
+        if let Some(node) = sink {
+            grads.register::<B>(node, primitive(sinks::gradient(&grad, &saved, sinks)));
+        }
+        let operands = AttentionBackward { grad, query, key, value, saved, mask, options };
+        let gradients = attention_backward::<B>(Checked::new(operands));
+        for (node, gradient) in [q, k, v].into_iter().zip([gradients.query, gradients.key, gradients.value]) {
+            if let Some(node) = node {
+                grads.register::<B>(node, primitive(gradient));
             }
         }
     }
@@ -117,6 +147,30 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         let state = State { query: q, key: k, value: v, saved, mask, options };
         let nodes = [primitive(query).node, primitive(key).node, primitive(value).node];
         float(match AttentionNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish(state, output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
+
+    fn sink_attention(operands: Checked<SinkAttention<Self>>) -> Tensor<Self, 4> {
+        let _products = operands.products().enter();
+        let SinkAttention { query, key, value, sinks: own, mask, options } = operands.into_inner();
+        let mask = inner_mask(mask);
+        let [q, k, v] = [&query, &key, &value].map(inner);
+        let forward = SinkAttention {
+            query: q.clone(),
+            key: k.clone(),
+            value: v.clone(),
+            sinks: inner(&own),
+            mask: mask.clone(),
+            options,
+        };
+        let sinks = forward.sinks.clone();
+        let saved = sinks::forward::<B>(Checked::new(forward).into_inner());
+        let output = primitive(saved.output.clone());
+        let state = (State { query: q, key: k, value: v, saved, mask, options }, sinks);
+        let nodes = [primitive(query).node, primitive(key).node, primitive(value).node, primitive(own).node];
+        float(match SinkAttentionNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => node.finish(state, output),
             OpsKind::UnTracked(node) => node.finish(output),
         })

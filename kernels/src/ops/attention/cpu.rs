@@ -205,13 +205,14 @@ impl AttentionOps for NdArray {
 }
 
 /// Causal attention of packed queries `[tokens, width]`, the last of `keys` tokens, over keys and
-/// values `[n_kv_heads, capacity, head_dim]`: into `out` `[tokens, n_heads, head_dim]`.
+/// values `[n_kv_heads, capacity, head_dim]`, with the heads' sinks if given: into `out` `[tokens,
+/// n_heads, head_dim]`.
 pub(crate) fn attention_over(
     qkv: &[f32],
     heads: PackedHeads,
     [key, value]: [&[f32]; 2],
     keys: usize,
-    (window, options): (Option<usize>, AttentionOptions),
+    (window, options, sinks): (Option<usize>, AttentionOptions, Option<&[f32]>),
     out: &mut [f32],
 ) {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
@@ -224,7 +225,14 @@ pub(crate) fn attention_over(
     let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), tokens, heads);
     let strides = [0, (capacity * head_dim) as isize, head_dim as isize, 1];
     let [key, value] = [key, value].map(|values| Heads { pointer: values.as_ptr().cast_mut(), strides });
-    forward_into(&problem, [queries, key, value], out, &mut zeros(n_heads * tokens));
+    let mut log_sum_exp = zeros(n_heads * tokens);
+    forward_into(&problem, [queries, key, value], out, &mut log_sum_exp);
+    for (at, out) in out.chunks_exact_mut(head_dim).enumerate() {
+        let Some(sinks) = sinks else { return };
+        let (token, head) = (at / n_heads, at % n_heads);
+        let share = 1.0 / (1.0 + (sinks[head] - log_sum_exp[head * tokens + token]).exp());
+        out.iter_mut().for_each(|out| *out *= share);
+    }
 }
 
 /// Output and log-sum-exp, for heads that outlive the call.

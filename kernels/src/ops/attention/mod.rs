@@ -8,12 +8,15 @@ pub(crate) mod cubecl;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub(crate) mod reference;
+mod sinks;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
 #[cfg(feature = "cuda")]
 pub(crate) use self::cuda::{PagedHopper, ampere_sources, hopper_sources};
+pub use self::sinks::{SinkAttention, sink_attention};
+pub(crate) use self::sinks::{check_sinks, sink_attention_heads, with_sinks};
 use super::dropout::Dropout;
 use super::reshape::ReshapeOps;
 use crate::checked::{Checked, Operands, Part, part};
@@ -336,6 +339,12 @@ pub trait AttentionOps: ReshapeOps {
         reference::attention_backward(operands.into_inner())
     }
 
+    /// [`sink_attention`]; otherwise like [`attention`](Self::attention), on whose forward and
+    /// backward it builds.
+    fn sink_attention(operands: Checked<SinkAttention<Self>>) -> Tensor<Self, 4> {
+        sinks::forward(operands.into_inner()).output
+    }
+
     /// [`qkv_attention`]; otherwise like [`attention`](Self::attention).
     fn qkv_attention(operands: Checked<QkvAttentionForward<Self>>) -> Tensor<Self, 4> {
         qkv_attention_forward(operands).output
@@ -381,9 +390,10 @@ pub fn attention<B: AttentionOps>(
 }
 
 /// The weights that [`attention`] gives each key, without dropout: f32 `[batch_size, n_heads,
-/// seq_length, keys]`, whose rows sum to one. For inspection: attention itself never stores them.
+/// seq_length, keys]`, whose rows sum to one, or to less with `sinks`. For inspection: attention
+/// itself never stores them.
 ///
-/// Operands as in [`attention`]; computed by the reference on every backend.
+/// Operands as in [`attention`] and [`sink_attention`]; computed by the reference on every backend.
 ///
 /// # Panics
 /// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide
@@ -391,13 +401,17 @@ pub fn attention<B: AttentionOps>(
 pub fn attention_weights<B: AttentionOps>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
+    sinks: Option<Tensor<B, 1>>,
     mask: &AttentionMask<B>,
     options: AttentionOptions,
 ) -> Tensor<B, 4> {
     let _op = recorder::op("attention_weights", || vec![recorder::operand(&query), recorder::operand(&key)]);
-    let value = key.clone();
+    let (value, n_heads) = (key.clone(), query.dims()[1]);
+    if let Some(sinks) = &sinks {
+        check_sinks("attention_weights", sinks, n_heads, &part("attention_weights", "query", &query));
+    }
     let operands = Checked::new(AttentionForward { query, key, value, mask: mask.clone(), options });
-    reference::attention_weights(operands.into_inner())
+    reference::attention_weights(operands.into_inner(), sinks)
 }
 
 /// Bytes and FLOP of attention over packed heads: two products forward; five backward, which also

@@ -31,11 +31,21 @@ pub fn attention_forward<B: Backend>(operands: AttentionForward<B>) -> Attention
 
 /// The weights that [`attention`](crate::attention()) gives each key, before dropout: f32
 /// `[batch_size, n_heads, seq_length, keys]`.
-pub(super) fn attention_weights<B: Backend>(operands: AttentionForward<B>) -> Tensor<B, 4> {
+pub(super) fn attention_weights<B: Backend>(
+    operands: AttentionForward<B>,
+    sinks: Option<Tensor<B, 1>>,
+) -> Tensor<B, 4> {
     let AttentionForward { query, key, mask, options, .. } = operands;
     let scores = scores(query, key, &mask, options);
-    let exponentials = (scores.clone() - scores.max_dim(3)).exp();
-    exponentials.clone() / exponentials.sum_dim(3)
+    let sinks = sinks.map(|sinks| {
+        let [batch_size, n_heads, seq_length, _] = scores.dims();
+        sinks.cast(DType::F32).reshape([1, n_heads, 1, 1]).expand([batch_size, n_heads, seq_length, 1])
+    });
+    let max = scores.clone().max_dim(3);
+    let max = sinks.clone().map_or(max.clone(), |sinks| max.max_pair(sinks));
+    let exponentials = (scores - max.clone()).exp();
+    let sum = exponentials.clone().sum_dim(3);
+    exponentials / sinks.map_or(sum.clone(), |sinks| sum + (sinks - max).exp())
 }
 
 /// Reference backward of [`attention`](crate::attention()): recomputes the probabilities from the

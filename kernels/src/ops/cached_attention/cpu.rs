@@ -57,7 +57,9 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
     let [_, _, page_tokens, _] = cache.dims();
     let [keys, values] = [&cache.keys, &cache.values].map(Stored::of);
     let held = Pages { keys: &keys, values: &values, page_tokens, n_kv_heads, head_dim };
-    let output = attend(&qkv, heads, held, &at.rows, (at.window, options));
+    let sinks = placement.sinks.map(Values::rows);
+    let seen = Seen { window: at.window, options, sinks: sinks.as_deref() };
+    let output = attend(&qkv, heads, held, &at.rows, seen);
     tensor(output, [tokens, n_heads, head_dim])
 }
 
@@ -174,15 +176,17 @@ impl Pages<'_> {
     }
 }
 
+/// What limits and scales scores, and the sinks of all heads.
+#[derive(Clone, Copy)]
+struct Seen<'a> {
+    window: Option<usize>,
+    options: AttentionOptions,
+    sinks: Option<&'a [f32]>,
+}
+
 /// Attention of packed queries `[tokens, width]`, concatenated by row, each over the keys of its
 /// row: `[tokens, n_heads, head_dim]`.
-fn attend(
-    qkv: &[f32],
-    heads: PackedHeads,
-    held: Pages<'_>,
-    rows: &[CachedRow],
-    seen: (Option<usize>, AttentionOptions),
-) -> Vec<f32> {
+fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], seen: Seen<'_>) -> Vec<f32> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
     let mut output = zeros(qkv.len() / heads.width() * n_heads * head_dim);
     let (mut qkv, mut out) = (qkv, &mut output[..]);
@@ -198,7 +202,8 @@ fn attend(
             groups.extend(heads.map(|(head, (query, out))| (row, head, query, out)));
         } else {
             let side_by_side = [held.keys, held.values].map(|of| held.side_by_side(of, row));
-            attention_over(own, heads, side_by_side.each_ref().map(Vec::as_slice), row.keys, seen, own_out);
+            let limits = (seen.window, seen.options, seen.sinks);
+            attention_over(own, heads, side_by_side.each_ref().map(Vec::as_slice), row.keys, limits, own_out);
         }
     }
     groups.into_par_iter().for_each(|(row, head, query, out)| {
@@ -218,24 +223,27 @@ fn attend_one(
     held: Pages<'_>,
     row: &CachedRow,
     head: usize,
-    (window, options): (Option<usize>, AttentionOptions),
+    Seen { window, options, sinks }: Seen<'_>,
     out: &mut [f32],
 ) {
     let head_dim = held.head_dim;
+    let group = query.len() / head_dim;
     let scale = options.scale as f32;
     let first = window.map_or(0, |window| row.keys.saturating_sub(window));
     let seen = row.keys - first;
-    let mut scores = vec![0.0; query.len() / head_dim * seen];
+    let mut scores = vec![0.0; group * seen];
     held.each(held.keys, row, head, first, |place, key| {
         for (query, scores) in query.chunks_exact(head_dim).zip(scores.chunks_exact_mut(seen)) {
             scores[place] = scale * sum_of(query, key, |a, b| a * b);
         }
     });
-    for scores in scores.chunks_exact_mut(seen) {
+    for (at, scores) in scores.chunks_exact_mut(seen).enumerate() {
         options.cap(scores);
-        let max = max_of(scores);
+        let sink = sinks.map(|sinks| sinks[head * group + at]);
+        let max = sink.map_or(max_of(scores), |sink| max_of(scores).max(sink));
         scores.iter_mut().for_each(|score| *score = exp(*score - max));
-        let inverse = 1.0 / sum_of(scores, scores, |x, _| x);
+        let of_sink = sink.map_or(0.0, |sink| (sink - max).exp());
+        let inverse = 1.0 / (sum_of(scores, scores, |x, _| x) + of_sink);
         scores.iter_mut().for_each(|score| *score *= inverse);
     }
     out.fill(0.0);

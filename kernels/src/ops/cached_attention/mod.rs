@@ -27,7 +27,7 @@ use burn::tensor::{Int, Tensor};
 
 pub(crate) use self::cache::KvStorage;
 pub use self::cache::{CacheDType, LayerCache};
-use super::attention::{AttentionOps, AttentionOptions};
+use super::attention::{AttentionOps, AttentionOptions, check_sinks};
 use super::norm::{Norm, NormKind, NormOps};
 use super::rotary::{RotaryOps, RotaryTable, next_positions};
 use crate::checked::{Checked, Operands, part};
@@ -42,7 +42,7 @@ use crate::tensor::{padded_rows, row_after_row};
 #[cfg(feature = "cuda")]
 pub(crate) const TILE: usize = 128;
 
-/// Processing of queries and keys before attention.
+/// A layer's parameters of attention: processing of queries and keys before it, and sinks.
 #[derive(Clone, Debug)]
 pub struct Placement<B: Backend> {
     /// RMS norm of each query head, over `head_dim`.
@@ -51,6 +51,16 @@ pub struct Placement<B: Backend> {
     pub key_norm: Option<Norm<B>>,
     /// The rotation by a token's position, of a head or of its first elements.
     pub rotary: Option<RotaryTable<B>>,
+    /// A score per query head that takes part in the softmax, `[n_heads]`: see
+    /// [`sink_attention`](crate::sink_attention).
+    pub sinks: Option<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Placement<B> {
+    /// Without norms, rotation and sinks.
+    pub fn none() -> Self {
+        Self { query_norm: None, key_norm: None, rotary: None, sinks: None }
+    }
 }
 
 /// A row of the cache in one pass.
@@ -226,7 +236,7 @@ pub struct CachedAttention<'a, B: Backend> {
     pub qkv: Tensor<B, 2>,
     /// The layout of its heads.
     pub heads: PackedHeads,
-    /// Processing of queries and keys.
+    /// Processing of queries and keys, and sinks.
     pub placement: Placement<B>,
     /// Scale and soft-capping; no dropout.
     pub options: AttentionOptions,
@@ -265,6 +275,9 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         }
         if let Some(table) = &self.placement.rotary {
             table.check_part(op, &qkv, head_dim);
+        }
+        if let Some(sinks) = &self.placement.sinks {
+            check_sinks(op, sinks, self.heads.n_heads, &qkv);
         }
 
         let CachedTokens { rows, positions, pages: table, window, .. } = self.at;

@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, DType, FloatDType, Int, Tensor};
 
 use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage};
-use crate::ops::attention::{AttentionForward, AttentionMask, attention_heads};
+use crate::ops::attention::{AttentionForward, AttentionMask, SinkAttention, attention_heads, sink_attention_heads};
 use crate::ops::norm::{Norm, norm_rows};
 use crate::ops::reshape::{as_dims, as_rows};
 use crate::ops::rotary::rotary_heads;
@@ -32,7 +32,7 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
     };
     // Rounds to INT8 only once.
     let key = if matches!(cache.keys, KvStorage::Int8 { .. }) { key.cast(DType::F32) } else { key };
-    let (query, key) = (place(query, placement.query_norm), place(key, placement.key_norm));
+    let (query, key) = (place(query, placement.query_norm.clone()), place(key, placement.key_norm.clone()));
     let mut first = 0;
     let output = at.rows.iter().map(|row| {
         let [query, key, value] = [&query, &key, &value].map(|x| x.clone().narrow(2, first, row.tokens));
@@ -41,7 +41,10 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
         write(&mut cache.values, value, row);
         let [key, value] = [&cache.keys, &cache.values].map(|held| all_of(held, row, dtype));
         let mask = AttentionMask::Causal { window: at.window };
-        attention_heads(AttentionForward { query, key, value, mask, options })
+        match placement.sinks.clone() {
+            Some(sinks) => sink_attention_heads(SinkAttention { query, key, value, sinks, mask, options }),
+            None => attention_heads(AttentionForward { query, key, value, mask, options }),
+        }
     });
     Tensor::cat(output.collect(), 1).squeeze_dim(0)
 }

@@ -21,7 +21,7 @@ use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_vector};
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
 use crate::masked::MASKED;
-use crate::ops::attention::AttentionOptions;
+use crate::ops::attention::{AttentionOptions, AttentionOutput, with_sinks};
 use crate::ops::rotary::{QkvRotaryForward, RotaryTable, qkv_rotary_forward};
 use crate::packed_heads::PackedHeads;
 use crate::quant::int8::{PACKED, unpack};
@@ -64,6 +64,15 @@ where
             qkv = qkv_rotary_forward(Checked::new(rotated)).squeeze_dim(0);
             placement.rotary = None;
         }
+        let sinks = placement.sinks.take();
+        let prefilled = |(output, log_sum_exp): (CubeTensor<R>, CubeTensor<R>)| -> Tensor<Self, 3> {
+            let without = AttentionOutput { output: float(output), log_sum_exp: float(log_sum_exp) };
+            let output = match &sinks {
+                Some(sinks) => with_sinks::<Self>(without, sinks.clone()).output,
+                None => without.output,
+            };
+            output.squeeze_dim(0)
+        };
         let (placement, qkv) = (cube_placement(placement), contiguous(primitive(qkv)));
         let cached = [&cache.keys, &cache.values].map(CubeKvStorage::of);
         let all = Pass {
@@ -73,6 +82,7 @@ where
             table: contiguous(at.pages.clone().into_primitive()),
             window: at.window,
             options,
+            sinks: sinks.clone().map(|sinks| contiguous(primitive(sinks))),
             qkv,
         };
         let together = !cached[0].is_int8() || planes::take_int8(&all, cached.each_ref());
@@ -92,7 +102,7 @@ where
         let query = rotary_append(&all, &longer, contiguous(at.row_of_each().clone().into_primitive()), cached);
         let paged = over_pages(&all, at, &longer, &query, cached);
         if let ([run], None) = (&runs[..], &paged) {
-            return float::<Self, 4>(prefill(&all, run, &query, cached)).squeeze_dim(0);
+            return prefilled(prefill(&all, run, &query, cached));
         }
         let row_by_row = paged.is_none();
         let out = paged.unwrap_or_else(|| empty(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype));
@@ -101,7 +111,7 @@ where
             if run.single {
                 decode(&all, run, cached, &primitive(out.clone()));
             } else if row_by_row {
-                let part = float::<Self, 4>(prefill(&all, run, &query, cached)).squeeze_dim(0);
+                let part = prefilled(prefill(&all, run, &query, cached));
                 let place = [run.first_token..run.first_token + run.tokens, 0..heads.n_heads, 0..head_dim];
                 out.inplace(|out| out.slice_assign(place, part));
             }
@@ -224,6 +234,8 @@ struct Pass<R: CubeRuntime> {
     table: CubeTensor<R>,
     window: Option<usize>,
     options: AttentionOptions,
+    /// A score per query head that takes part in the softmax.
+    sinks: Option<CubeTensor<R>>,
 }
 
 /// Compile-time values of the kernels, besides dtypes.
@@ -354,7 +366,7 @@ fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeKvStorage<R>; 2
         false => units::attend(bound, pass, run, held, out),
     };
     if let Some(pieces) = pieces {
-        join(pieces, out, pass.heads, run);
+        join(pieces, out, pass, run);
     }
 }
 
@@ -366,10 +378,11 @@ struct Pieces<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Pieces<R> {
-    /// Allocates them, if there are several pieces.
-    fn new(out: &CubeTensor<R>, heads: PackedHeads, run: &Run, pieces: usize) -> Option<Self> {
+    /// Allocates them, if there are several pieces, or sinks, which joining adds.
+    fn new(out: &CubeTensor<R>, pass: &Pass<R>, run: &Run, pieces: usize) -> Option<Self> {
+        let heads = pass.heads;
         let rows = [run.tokens, heads.n_heads, pieces];
-        (pieces > 1).then(|| Self {
+        (pieces > 1 || pass.sinks.is_some()).then(|| Self {
             partial: scratch(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
             statistics: scratch(out, [rows[0], rows[1], rows[2], 2], DType::F32),
         })
@@ -384,8 +397,10 @@ impl<R: CubeRuntime> Pieces<R> {
     }
 }
 
-fn join<R: CubeRuntime>(pieces: Pieces<R>, out: &CubeTensor<R>, heads: PackedHeads, run: &Run) {
+fn join<R: CubeRuntime>(pieces: Pieces<R>, out: &CubeTensor<R>, pass: &Pass<R>, run: &Run) {
     let Pieces { partial, statistics } = pieces;
+    let heads = pass.heads;
+    let sinks = pass.sinks.as_ref().unwrap_or(&statistics);
     let lines = run.tokens * heads.n_heads;
     // SAFETY: a cube joins the pieces of one head.
     unsafe {
@@ -395,17 +410,19 @@ fn join<R: CubeRuntime>(pieces: Pieces<R>, out: &CubeTensor<R>, heads: PackedHea
             grid(lines),
             CubeDim::new_1d(heads.head_dim.next_power_of_two().min(UNITS as usize) as u32),
             [],
-            [O = out.dtype],
+            [O = out.dtype, S = sinks.dtype],
             [
                 partial: Array<f32> = array(&partial),
                 statistics: Array<f32> = array(&statistics),
+                sinks: Array<join_kernel::S> = array(sinks),
                 out: Array<join_kernel::O> = array(out),
                 lines: u32 = lines as u32,
                 first_line: u32 = (run.first_token * heads.n_heads) as u32,
                 pieces: u32 = partial.meta.shape()[2] as u32,
                 head_dim: u32 = heads.head_dim as u32,
+                n_heads: u32 = heads.n_heads as u32,
             ],
-            []
+            [has_sinks: bool = pass.sinks.is_some()]
         );
     }
 }
@@ -553,28 +570,39 @@ fn numbers<K: Numeric, M: Size, N: Size>(stored: Vector<K, M>, #[comptime] int8:
     }
 }
 
-/// Combines the pieces of each head by their maxima and sums.
+/// Combines the pieces of each head, and its sink, by their maxima and sums.
 #[cube(launch_unchecked)]
-fn join_kernel<O: Float>(
+fn join_kernel<O: Float, S: Float>(
     partial: &Array<f32>,
     statistics: &Array<f32>,
+    sinks: &Array<S>,
     out: &mut Array<O>,
     lines: u32,
     first_line: u32,
     pieces: u32,
     head_dim: u32,
+    n_heads: u32,
+    #[comptime] has_sinks: bool,
     #[define(O)] _dtype: StorageType,
+    #[define(S)] _sink_dtype: StorageType,
 ) {
     let line = CUBE_POS as u32;
     if line >= lines {
         terminate!();
     }
-    let mut highest = MASKED.runtime();
+    let mut sink = MASKED.runtime();
+    if comptime!(has_sinks) {
+        sink = f32::cast_from(sinks[(line % n_heads) as usize]);
+    }
+    let mut highest = sink;
     for piece in 0..pieces {
         highest = max(highest, statistics[((line * pieces + piece) * 2) as usize]);
     }
     for column in range_stepped(UNIT_POS, head_dim, CUBE_DIM) {
         let mut total = 0.0f32;
+        if comptime!(has_sinks) {
+            total = (sink - highest).exp();
+        }
         let mut sum = 0.0f32;
         for piece in 0..pieces {
             let at = line * pieces + piece;

@@ -115,7 +115,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let most = rounds.div_ceil(ROUNDS).min((2 * busy).div_ceil(cubes)).max(1);
     let piece = rounds.div_ceil(most) * lanes.round();
     let count = run.keys.div_ceil(piece);
-    let pieces = Pieces::new(out, *heads, run, count);
+    let pieces = Pieces::new(out, pass, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     // SAFETY: words of bytes are aligned to vectors. Each cube writes the heads of its own row and

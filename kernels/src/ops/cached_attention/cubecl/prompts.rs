@@ -26,7 +26,8 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     query: &CubeTensor<R>,
     [keys, values]: [&CubeKvStorage<R>; 2],
 ) -> Option<CubeTensor<R>> {
-    if keys.is_int8() {
+    // No sinks in this kernel, nor the log-sum-exp to add them by.
+    if keys.is_int8() || pass.sinks.is_some() {
         return None;
     }
     let cached = [&keys.stored, &values.stored];
@@ -51,13 +52,14 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     None
 }
 
-/// Attends to the keys of one row, whose tokens are appended: `[1, tokens, n_heads, head_dim]`.
+/// Attends to the keys of one row, whose tokens are appended, without sinks: `[1, tokens, n_heads,
+/// head_dim]`, and the log-sum-exp of each row of scores.
 pub(super) fn prefill<R: CubeRuntime>(
     pass: &Pass<R>,
     run: &Run,
     query: &CubeTensor<R>,
     held: [&CubeKvStorage<R>; 2],
-) -> CubeTensor<R> {
+) -> (CubeTensor<R>, CubeTensor<R>) {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = pass.heads;
     let dims = Dims { batch_size: 1, n_heads, n_kv_heads, seq_length: run.tokens, keys: run.keys, head_dim };
     let query = Heads {
@@ -67,7 +69,7 @@ pub(super) fn prefill<R: CubeRuntime>(
     };
     let [keys, values] = side_by_side(pass, run, held).map(Heads::from_tensor);
     let mask = CubeMask::Causal { window: pass.window };
-    attention_forward([&query, &keys, &values], dims, &mask, pass.options).0
+    attention_forward([&query, &keys, &values], dims, &mask, pass.options)
 }
 
 /// All keys and values of a run's row as floats, `[1, n_kv_heads, keys, head_dim]` each.

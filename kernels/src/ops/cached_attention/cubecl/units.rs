@@ -31,7 +31,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let group = n_heads / n_kv_heads;
     let together = (1..=MOST_HEADS.min(group)).rev().find(|count| group.is_multiple_of(*count)).unwrap_or(1);
     let count = run.keys.div_ceil(PIECE as usize);
-    let pieces = Pieces::new(out, *heads, run, count);
+    let pieces = Pieces::new(out, pass, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     let vector = vector_width(&[qkv, &keys.stored, &values.stored, partial], &[head_dim]);

@@ -13,7 +13,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::sort::Order;
-use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
+use crate::cubecl::{array, contiguous, empty, grid, launch, rows, vector_width};
 use crate::ops::weight::cubecl::{CubeQuantized, four_weights};
 use crate::quant::Format;
 
@@ -90,11 +90,8 @@ pub(super) fn grouped_product<R: CubeRuntime>(
             (packed.clone(), scales.map_or(packed, contiguous), Some(format), words, numbers)
         }
     };
-    let wide = |x: &CubeTensor<R>, lengths: &[usize]| {
-        let begin = x.handle.offset_start.unwrap_or(0) as usize;
-        let fits = lengths.iter().all(|length| length.is_multiple_of(4)) && begin.is_multiple_of(4 * x.dtype.size());
-        if fits { 4 } else { 1 }
-    };
+    // Units load and store four elements, in vectors of at most as many.
+    let wide = |x: &CubeTensor<R>, lengths: &[usize]| vector_width(&[x], lengths).min(4);
     let (x_width, out_width) = (wide(&x, &[inner, x_stride]), wide(&out, &[outputs]));
     let weight_width = if format.is_some() { 1 } else { wide(&weight, &[columns]) };
     let (biased, weighted) = (extra.bias.is_some(), extra.weights.is_some());
