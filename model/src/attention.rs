@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 
 use fireclay_kernels::{
     AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, RotaryTable, attention,
-    attention_weights, cached_attention, norm, qkv_attention, qkv_rotary, reshape, rotary,
+    attention_weights, cached_attention, norm, qkv_attention, qkv_rotary, reshape, rotary, sink_attention,
 };
 
 use crate::layer::LayerConfig;
@@ -29,10 +29,15 @@ pub struct Attention<B: Backend> {
     pub output: Linear<B>,
     /// Its bias.
     pub output_bias: Option<Param<Tensor<B, 1>>>,
+    /// A score per query head that takes part in the softmax, `[n_heads]`.
+    pub sinks: Option<Param<Tensor<B, 1>>>,
     n_heads: usize,
     n_kv_heads: usize,
     /// Whether the norms are over all heads together.
     joint_norms: bool,
+    /// The largest magnitude of queries, keys and values.
+    #[module(skip)]
+    clip: Option<f64>,
     #[module(skip)]
     window: Option<usize>,
     /// Index of the rotary table.
@@ -59,9 +64,11 @@ impl<B: Backend> Attention<B> {
             key_norm,
             output: Matrix::from(init.matrix([config.d_model, heads], residual_deviation)).into(),
             output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
+            sinks: config.attention_sinks.then(|| init.zeros(config.n_heads)),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
             joint_norms: config.joint_qk_norm,
+            clip: config.qkv_clip,
             window: config.window,
             rotary: config.rotary,
             options: options.with_softcap(config.attention_softcap),
@@ -98,7 +105,7 @@ impl<B: Backend> Attention<B> {
         let [query, key, _] = heads.split(by_rows(qkv, pass));
         let query = self.place(query, self.head_norms()[0], pass);
         let key = self.place(key, self.head_norms()[1], pass);
-        attention_weights(query, key, pass.mask(self.window), self.options)
+        attention_weights(query, key, self.sinks(), pass.mask(self.window), self.options)
     }
 
     /// The packed queries, keys and values of tokens, one row each, with their layout.
@@ -108,7 +115,16 @@ impl<B: Backend> Attention<B> {
         let [_, width] = qkv.dims();
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
-        (self.jointly_normed(qkv, heads), heads)
+        let qkv = self.jointly_normed(qkv, heads);
+        let qkv = match self.clip {
+            Some(most) => qkv.clamp(-most, most),
+            None => qkv,
+        };
+        (qkv, heads)
+    }
+
+    fn sinks(&self) -> Option<Tensor<B, 1>> {
+        self.sinks.as_ref().map(Param::val)
     }
 
     /// Normalizes all query heads of tokens together, and all key heads, if these are the norms.
@@ -132,7 +148,7 @@ impl<B: Backend> Attention<B> {
     fn attend(&self, qkv: Tensor<B, 3>, heads: PackedHeads, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
         let dropout = pass.dropout(layer, Site::Attention);
         let options = self.options.with_dropout(dropout);
-        if self.head_norms().iter().all(Option::is_none) {
+        if self.head_norms().iter().all(Option::is_none) && self.sinks.is_none() {
             let qkv = match self.table(&pass.rotary) {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,
@@ -142,7 +158,10 @@ impl<B: Backend> Attention<B> {
         let [query, key, value] = heads.split(qkv);
         let query = self.place(query, self.head_norms()[0], pass);
         let key = self.place(key, self.head_norms()[1], pass);
-        attention(query, key, value, pass.mask(self.window), options)
+        match self.sinks() {
+            Some(sinks) => sink_attention(query, key, value, sinks, pass.mask(self.window), options),
+            None => attention(query, key, value, pass.mask(self.window), options),
+        }
     }
 
     /// The parameters of [`place`](Self::place), for the operation that fuses it.
@@ -155,10 +174,10 @@ impl<B: Backend> Attention<B> {
         self.rotary.map(|own| &tables[own])
     }
 
-    /// Norms and rotation of queries and keys.
+    /// Norms and rotation of queries and keys, and sinks.
     pub(crate) fn placed_by(&self, tables: &[RotaryTable<B>]) -> Placement<B> {
         let [query_norm, key_norm] = self.head_norms().map(|norm| norm.map(LayerNorm::weights));
-        Placement { query_norm, key_norm, rotary: self.table(tables).cloned() }
+        Placement { query_norm, key_norm, rotary: self.table(tables).cloned(), sinks: self.sinks() }
     }
 
     /// Normalizes and rotates heads `[batch_size, heads, seq_length, head_dim]`, as the config

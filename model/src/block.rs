@@ -8,7 +8,7 @@ use fireclay_kernels::{Backend, Dropout, LayerCache, Norm, dropout, norm};
 
 use crate::attention::Attention;
 use crate::config::NormPlacement;
-use crate::feed_forward::FeedForward;
+use crate::feed_forward::{FeedForward, Projection};
 use crate::layer::LayerConfig;
 use crate::linear::{Linear, normed, scaled};
 use crate::parameters::{Initializer, LayerNorm};
@@ -52,27 +52,28 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// Its linear layers.
-    pub(crate) fn linears(&self) -> [&Linear<B>; 4] {
-        let Self { attention, feed_forward, .. } = self;
-        [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down]
-    }
-
-    /// The same, by their paths.
-    pub(crate) fn named_linears(&self) -> [(&'static str, &Linear<B>); 4] {
-        let [qkv, output, up, down] = self.linears();
-        [("attention.qkv", qkv), ("attention.output", output), ("feed_forward.up", up), ("feed_forward.down", down)]
-    }
-
     /// Its linear layers, by their paths.
-    pub(crate) fn linears_mut(&mut self) -> [(&'static str, &mut Linear<B>); 4] {
+    pub(crate) fn linears(&self) -> Vec<(&'static str, &Linear<B>)> {
         let Self { attention, feed_forward, .. } = self;
-        [
-            ("attention.qkv", &mut attention.qkv),
-            ("attention.output", &mut attention.output),
-            ("feed_forward.up", &mut feed_forward.up),
-            ("feed_forward.down", &mut feed_forward.down),
-        ]
+        let own = [("attention.qkv", &attention.qkv), ("attention.output", &attention.output)];
+        own.into_iter().chain(feed_forward.linears()).collect()
+    }
+
+    /// Its weights that may be stored in other formats, by their paths: linear layers, and the
+    /// stacked matrices of experts.
+    pub(crate) fn projections_mut(&mut self) -> Vec<(&'static str, Projection<'_, B>)> {
+        let Self { attention, feed_forward, .. } = self;
+        let own = [
+            ("attention.qkv", Projection::Linear(&mut attention.qkv)),
+            ("attention.output", Projection::Linear(&mut attention.output)),
+        ];
+        own.into_iter().chain(feed_forward.projections_mut()).collect()
+    }
+
+    /// Whether operations read any of its weights quantized.
+    pub(crate) fn is_quantized(&self) -> bool {
+        let stacked = self.feed_forward.experts().is_some_and(|own| own.up.is_quantized() || own.down.is_quantized());
+        stacked || self.linears().into_iter().any(|(_, linear)| linear.base.is_quantized())
     }
 
     /// The residual stream `x` `[batch_size * seq_length, d_model]` after this block.
@@ -91,14 +92,14 @@ impl<B: Backend> Block<B> {
                 let x = self.add_attention(heads, x, pass, layer);
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
-                self.feed_forward.add_to(x, Some(&norms.1), pass, layer)
+                self.add_feed_forward(x, Some(&norms.1), pass, layer)
             }
             NormPlacement::Post => {
                 let heads = self.attention.heads(x.clone(), None, pass, layer, cache);
                 let x = normed(self.add_attention(heads, x, pass, layer), norms.0.as_ref());
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
-                norm(self.feed_forward.add_to(x, None, pass, layer), &norms.1)
+                norm(self.add_feed_forward(x, None, pass, layer), &norms.1)
             }
             NormPlacement::Output | NormPlacement::Both => {
                 // The norms of inputs, if any, and of outputs.
@@ -114,7 +115,7 @@ impl<B: Backend> Block<B> {
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
                 let (pre, post) = split(Some(norms.1), &self.feed_forward_output_norm);
-                let added = self.feed_forward.output(x.clone(), pre.as_ref());
+                let added = self.feed_forward.output(x.clone(), pre.as_ref(), pass.routing.as_ref());
                 self.add(x, normed(added, post.as_ref()), pass.dropout(layer, Site::FeedForwardOutput))
             }
         }
@@ -133,6 +134,17 @@ impl<B: Backend> Block<B> {
         let dropout = pass.dropout(layer, Site::AttentionOutput);
         let (heads, bias) = scaled(heads, output_bias.as_ref().map(Param::val), self.residual_multiplier);
         output.add_to(x, heads, bias, dropout)
+    }
+
+    fn add_feed_forward(
+        &self,
+        x: Tensor<B, 2>,
+        pre_norm: Option<&Norm<B>>,
+        pass: &Pass<B>,
+        layer: usize,
+    ) -> Tensor<B, 2> {
+        let dropout = pass.dropout(layer, Site::FeedForwardOutput);
+        self.feed_forward.add_to(x, pre_norm, dropout, pass.routing.as_ref())
     }
 
     /// The residual stream `x` plus a sub-layer's output.

@@ -17,6 +17,7 @@ use burn::tensor::backend::AutodiffBackend;
 
 use fireclay_kernels::{Backend, backward, backward_from, reshape};
 
+use crate::feed_forward::{Routing, RoutingRecord};
 use crate::pass::Pass;
 use crate::transformer::{Tokens, Transformer};
 
@@ -30,6 +31,16 @@ pub struct Checkpoints<B: Backend> {
     pass: Pass<Autodiff<B>>,
     /// The input of the blocks that are not recomputed, where their graph starts.
     last: Tensor<Autodiff<B>, 2>,
+    routing: Option<Routing<Autodiff<B>>>,
+}
+
+impl<B: Backend> Checkpoints<B> {
+    /// How routers distributed the tokens, if
+    /// [`set_router_losses`](Transformer::set_router_losses) asked for it. Recomputing blocks
+    /// counts nothing twice.
+    pub fn take_routing(&mut self) -> Option<Routing<Autodiff<B>>> {
+        self.routing.take()
+    }
 }
 
 /// Blocks that are recomputed together.
@@ -67,7 +78,8 @@ impl<B: Backend> Transformer<Autodiff<B>> {
         let last = x.detach().require_grad();
         let x = self.through(layers, last.clone(), &pass);
         let hidden = reshape(self.normalised(x), [batch_size, seq_length, self.config().d_model]);
-        (hidden, Checkpoints { tokens, segments, pass, last })
+        let routing = pass.routing.as_ref().and_then(RoutingRecord::take);
+        (hidden, Checkpoints { tokens, segments, pass, last, routing })
     }
 
     /// The backward pass of a loss computed from
@@ -83,7 +95,7 @@ impl<B: Backend> Transformer<Autodiff<B>> {
         earlier: Option<Gradients<B>>,
         mut again: impl FnMut(),
     ) -> Gradients<B> {
-        let Checkpoints { tokens, mut segments, pass, last } = checkpoints;
+        let Checkpoints { tokens, mut segments, pass, last, .. } = checkpoints;
         let mut gradients = backward(loss, earlier);
         // None if the loss does not depend on the hidden states.
         let mut grad = last.grad_remove(&mut gradients);

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use fireclay_kernels::{ActivationKind, NormKind};
 
+use crate::mixture::RouterScores;
 use crate::rotary::RotaryScaling;
 
 /// Where the norms of a block are.
@@ -67,7 +68,7 @@ pub struct TransformerConfig {
     pub n_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Inner width of the feed-forward layer.
+    /// Inner width of the feed-forward layer, of each expert if it is a mixture.
     pub d_ff: usize,
     /// Layer or RMS norm.
     pub norm: NormKind,
@@ -140,6 +141,48 @@ pub struct TransformerConfig {
     pub activation: ActivationKind,
     /// Whether the nonlinearity gates a second projection.
     pub gated: bool,
+    /// Number of experts of a feed-forward layer, of which each token goes through
+    /// `experts_per_token`; 0 for dense layers.
+    #[serde(default)]
+    pub experts: usize,
+    /// Experts that each token goes through.
+    #[serde(default)]
+    pub experts_per_token: usize,
+    /// Layers without experts, counted from zero, in order.
+    #[serde(default)]
+    pub dense_layers: Vec<usize>,
+    /// Inner width of the layers without experts; `d_ff` by default.
+    #[serde(default)]
+    pub dense_d_ff: Option<usize>,
+    /// Inner width of one more expert that all tokens go through; 0 for none.
+    #[serde(default)]
+    pub shared_d_ff: usize,
+    /// How routers score experts.
+    #[serde(default)]
+    pub router: RouterScores,
+    /// Whether the scores of a token's experts are divided by their sum.
+    #[serde(default = "yes")]
+    pub router_normalized: bool,
+    /// Bias on routers' logits (gpt-oss).
+    #[serde(default)]
+    pub router_bias: bool,
+    /// A bias on scores where experts are chosen, and only there (DeepSeek-V3). It has no gradient.
+    #[serde(default)]
+    pub choice_bias: bool,
+    /// Factor on the scores that experts' outputs are multiplied by.
+    #[serde(default = "one")]
+    pub expert_scale: f64,
+    /// Limits what an expert's gated activation gets, and adds one to what it gates: `kind(min(gate,
+    /// limit)) * (clamp(up, -limit, limit) + 1)` (gpt-oss).
+    #[serde(default)]
+    pub expert_limit: Option<f64>,
+    /// A learned score per head that takes part in attention's softmax and contributes no value
+    /// (gpt-oss).
+    #[serde(default)]
+    pub attention_sinks: bool,
+    /// Queries, keys and values are clamped to this magnitude after their norms (OLMoE).
+    #[serde(default)]
+    pub qkv_clip: Option<f64>,
     /// Whether the output projection is the embedding table.
     pub tied_embeddings: bool,
     /// Probability of dropout after embeddings, on attention and after each sub-layer, in training.
@@ -236,6 +279,32 @@ impl TransformerConfig {
         with_activation: activation, ActivationKind;
         /// With a gated feed-forward layer.
         with_gated: gated, bool;
+        /// With this many experts in each feed-forward layer.
+        with_experts: experts, usize;
+        /// With this many experts for each token.
+        with_experts_per_token: experts_per_token, usize;
+        /// Without experts in these layers.
+        with_dense_layers: dense_layers, Vec<usize>;
+        /// With layers without experts of this inner width.
+        with_dense_d_ff: dense_d_ff, Option<usize>;
+        /// With an expert of this inner width for all tokens.
+        with_shared_d_ff: shared_d_ff, usize;
+        /// With routers that score experts so.
+        with_router: router, RouterScores;
+        /// With scores of chosen experts that sum to one.
+        with_router_normalized: router_normalized, bool;
+        /// With a bias on routers' logits.
+        with_router_bias: router_bias, bool;
+        /// With a bias on the scores by which experts are chosen.
+        with_choice_bias: choice_bias, bool;
+        /// With this factor on experts' scores.
+        with_expert_scale: expert_scale, f64;
+        /// With this limit of what experts' activations get.
+        with_expert_limit: expert_limit, Option<f64>;
+        /// With attention sinks.
+        with_attention_sinks: attention_sinks, bool;
+        /// With queries, keys and values of at most this magnitude.
+        with_qkv_clip: qkv_clip, Option<f64>;
         /// With the embedding table as output projection.
         with_tied_embeddings: tied_embeddings, bool;
         /// With dropout in training.
@@ -317,6 +386,10 @@ impl TransformerConfig {
             ),
             (self.joint_qk_norm && !self.qk_norm, "joint_qk_norm is set, but qk_norm is not".into()),
             (
+                self.qkv_clip.is_some() && self.qk_norm && !self.joint_qk_norm,
+                "qkv_clip is set, but qk_norm is of single heads, and not joint_qk_norm".into(),
+            ),
+            (
                 self.embedding_norm && self.norm_placement == NormPlacement::Post,
                 "embedding_norm is set, but norm_placement is post, which has one anyway".into(),
             ),
@@ -352,6 +425,9 @@ impl TransformerConfig {
         if let Some((_, message)) = contradictions.into_iter().find(|(wrong, _)| *wrong) {
             return Err(ConfigError(message));
         }
+        if let Some(message) = self.wrong_mixture() {
+            return Err(ConfigError(message));
+        }
         if self.sliding_window == Some(0) {
             return Err(ConfigError("sliding_window must be at least 1, or left out".into()));
         }
@@ -366,6 +442,7 @@ impl TransformerConfig {
         for (name, value) in [
             ("attention_scale", self.attention_scale),
             ("attention_softcap", self.attention_softcap),
+            ("qkv_clip", self.qkv_clip),
             ("logit_softcap", self.logit_softcap),
             ("embedding_multiplier", Some(self.embedding_multiplier)),
             ("residual_multiplier", Some(self.residual_multiplier)),
@@ -376,40 +453,6 @@ impl TransformerConfig {
             }
         }
         Ok(())
-    }
-
-    /// FLOP per token in training, forward and backward, in rows of `seq_length`: six per parameter
-    /// of a product, and those of attention, half of which a causal mask skips (Chowdhery et al.,
-    /// 2022).
-    pub fn training_flops(&self, seq_length: usize) -> f64 {
-        let looked_up = if self.tied_embeddings { 0 } else { self.vocab_size * self.d_model };
-        let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
-        let products = self.parameter_count() - looked_up - positions;
-        let of_pair = if self.attention == AttentionDirection::Causal { 6 } else { 12 };
-        (6 * products + of_pair * self.n_layers * self.n_heads * self.head_dim * seq_length) as f64
-    }
-
-    /// Number of parameters, each counted once.
-    pub fn parameter_count(&self) -> usize {
-        let norm = self.d_model * if self.norm == NormKind::LayerNorm && self.norm_bias { 2 } else { 1 };
-        let qkv = self.qkv_width();
-        let attention = self.d_model * qkv
-            + usize::from(self.qkv_bias) * qkv
-            + self.n_heads * self.head_dim * self.d_model
-            + usize::from(self.output_bias) * self.d_model
-            + usize::from(self.qk_norm)
-                * self.head_dim
-                * if self.joint_qk_norm { self.n_heads + self.n_kv_heads } else { 2 };
-        let up = self.up_width();
-        let feed_forward =
-            self.d_model * up + self.d_ff * self.d_model + usize::from(self.feed_forward_bias) * (up + self.d_model);
-        let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
-        let norms = if self.norm_placement == NormPlacement::Both { 4 } else { 2 };
-        self.n_layers * (attention + feed_forward + norms * norm) + norm + usize::from(self.embedding_norm) * norm
-            - usize::from(!self.first_norm) * norm
-            + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
-            + self.d_model * (self.intents + self.tags)
-            + positions
     }
 
     /// Initial standard deviation of a projection into the residual stream.
@@ -500,15 +543,34 @@ mod tests {
             (base.clone().with_logit_softcap(Some(0.0)), ["logit_softcap", "above 0"]),
             (base.clone().with_residual_multiplier(f64::NAN), ["residual_multiplier", "above 0"]),
             (base.clone().with_intents(2).with_tags(3), ["tags", "attention"]),
+            (base.clone().with_experts(4), ["experts_per_token (0)", "experts (4)"]),
+            (base.clone().with_experts(4).with_experts_per_token(5), ["experts_per_token (5)", "experts (4)"]),
+            (base.clone().with_experts(1025).with_experts_per_token(2), ["experts (1025)", "1024"]),
+            (base.clone().with_experts_per_token(2), ["experts_per_token", "experts is not"]),
+            (base.clone().with_shared_d_ff(8), ["shared_d_ff", "experts is not"]),
+            (base.clone().with_router_normalized(false), ["router_normalized", "experts is not"]),
+            (
+                base.clone().with_experts(4).with_experts_per_token(2).with_dense_layers(vec![1]),
+                ["dense_layers", "n_layers"],
+            ),
+            (
+                base.clone().with_experts(4).with_experts_per_token(2).with_dense_layers(vec![0]),
+                ["dense_layers are all", "n_layers"],
+            ),
+            (
+                base.clone().with_experts(4).with_experts_per_token(2).with_dense_d_ff(Some(8)),
+                ["dense_d_ff", "dense_layers"],
+            ),
+            (
+                base.clone().with_experts(4).with_experts_per_token(2).with_expert_limit(Some(7.0)),
+                ["expert_limit", "gated"],
+            ),
+            (base.clone().with_qkv_clip(Some(0.0)), ["qkv_clip", "above 0"]),
+            (TransformerConfig::qwen3(10, 8, 12, 1, 3, 4).with_qkv_clip(Some(8.0)), ["qkv_clip", "joint_qk_norm"]),
         ];
         for (config, fields) in cases {
             let message = config.validate().expect_err("a contradiction").to_string();
             assert!(fields.iter().all(|field| message.contains(field)), "{message}");
         }
-    }
-
-    #[test]
-    fn gpt2_has_124_million_parameters() {
-        assert_eq!(TransformerConfig::gpt2(50_257, 1024, 768, 12, 12).parameter_count(), 124_439_808);
     }
 }

@@ -3,6 +3,7 @@
 use fireclay_kernels::{Activation, NormKind};
 
 use crate::config::{NormPlacement, Positions, TransformerConfig};
+use crate::mixture::ExpertsConfig;
 
 /// The settings of one block, derived from the model's. A [`Block`](crate::Block) depends only on
 /// these, so a family with different layers sets them in [`TransformerConfig::layer`].
@@ -16,8 +17,10 @@ pub struct LayerConfig {
     pub n_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Inner width of the feed-forward layer.
+    /// Inner width of the feed-forward layer, or of each expert.
     pub d_ff: usize,
+    /// The mixture of experts, if it is one.
+    pub experts: Option<ExpertsConfig>,
     /// Layer or RMS norm.
     pub norm: NormKind,
     /// Added to variances and mean squares.
@@ -41,6 +44,10 @@ pub struct LayerConfig {
     pub attention_scale: f64,
     /// Soft-capping of attention scores.
     pub attention_softcap: Option<f64>,
+    /// Whether attention has a sink per query head.
+    pub attention_sinks: bool,
+    /// The largest magnitude of queries, keys and values.
+    pub qkv_clip: Option<f64>,
     /// Factor on what a sub-layer adds to the residual stream.
     pub residual_multiplier: f64,
     /// Bias on the query, key and value projection.
@@ -65,6 +72,20 @@ impl LayerConfig {
     pub(crate) fn up_width(&self) -> usize {
         if self.activation.gated { 2 * self.d_ff } else { self.d_ff }
     }
+
+    /// Parameters of the feed-forward layer, with its router: all, or those of as many experts as a
+    /// token goes through.
+    pub(crate) fn feed_forward_parameters(&self, active: bool) -> usize {
+        let dense = |d_ff: usize| {
+            let up = if self.activation.gated { 2 * d_ff } else { d_ff };
+            self.d_model * (up + d_ff) + usize::from(self.feed_forward_bias) * (up + self.d_model)
+        };
+        let Some(own) = self.experts else { return dense(self.d_ff) };
+        let counted = if active { own.experts_per_token } else { own.experts };
+        let biases = usize::from(own.router_bias) + usize::from(own.choice_bias);
+        let shared = if own.shared_d_ff > 0 { dense(own.shared_d_ff) } else { 0 };
+        own.experts * (self.d_model + biases) + counted * dense(self.d_ff) + shared
+    }
 }
 
 impl TransformerConfig {
@@ -77,12 +98,14 @@ impl TransformerConfig {
         let rotates = matches!(self.positions, Positions::Rotary { .. });
         let rotary = (rotates && !self.layers_without_positions.contains(&layer))
             .then(|| usize::from(window.is_some() && self.window_positions.is_some()));
+        let experts = self.mixture(layer);
         LayerConfig {
             d_model: self.d_model,
             n_heads: self.n_heads,
             n_kv_heads: self.n_kv_heads,
             head_dim: self.head_dim,
-            d_ff: self.d_ff,
+            d_ff: if experts.is_some() { self.d_ff } else { self.dense_d_ff.unwrap_or(self.d_ff) },
+            experts,
             norm: self.norm,
             norm_epsilon: self.norm_epsilon,
             norm_bias: self.norm_bias,
@@ -94,6 +117,8 @@ impl TransformerConfig {
             joint_qk_norm: self.joint_qk_norm,
             attention_scale: self.attention_scale.unwrap_or(1.0 / (self.head_dim as f64).sqrt()),
             attention_softcap: self.attention_softcap,
+            attention_sinks: self.attention_sinks,
+            qkv_clip: self.qkv_clip,
             residual_multiplier: self.residual_multiplier,
             qkv_bias: self.qkv_bias,
             output_bias: self.output_bias,
@@ -101,6 +126,21 @@ impl TransformerConfig {
             activation: Activation { kind: self.activation, gated: self.gated },
             init_deviations: [self.init_deviation, self.residual_deviation()],
         }
+    }
+
+    /// The mixture of block `layer`; `None` for a dense layer.
+    pub(crate) fn mixture(&self, layer: usize) -> Option<ExpertsConfig> {
+        (self.experts > 0 && !self.dense_layers.contains(&layer)).then_some(ExpertsConfig {
+            experts: self.experts,
+            experts_per_token: self.experts_per_token,
+            router: self.router,
+            router_normalized: self.router_normalized,
+            router_bias: self.router_bias,
+            choice_bias: self.choice_bias,
+            expert_scale: self.expert_scale,
+            expert_limit: self.expert_limit,
+            shared_d_ff: self.shared_d_ff,
+        })
     }
 
     /// The settings of all blocks, in order.
@@ -111,6 +151,9 @@ impl TransformerConfig {
     /// A setting for which a whole decode step has no kernel, if any.
     pub(crate) fn beyond_whole_steps(&self) -> Option<&'static str> {
         let settings = [
+            ("mixtures of experts", self.experts > 0),
+            ("attention sinks", self.attention_sinks),
+            ("clamped queries, keys and values", self.qkv_clip.is_some()),
             ("a first block without a norm", !self.first_norm),
             (
                 "rotary positions by layer",

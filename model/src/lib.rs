@@ -1,6 +1,6 @@
 //! One transformer, written once against Fireclay's [`Backend`](fireclay_kernels::Backend) trait.
 //!
-//! A [`TransformerConfig`] alone makes it GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
+//! A [`TransformerConfig`] alone makes it GPT-2, Llama, Mixtral, Qwen3 or BERT. The same
 //! blocks serve training, prefill and decode.
 //!
 //! ```
@@ -55,7 +55,10 @@ mod layer;
 mod linear;
 mod matrix;
 mod merge;
+mod mixture;
+mod mixture_checks;
 mod packed_tensors;
+mod parameter_count;
 mod parameters;
 mod pass;
 mod presets;
@@ -74,7 +77,7 @@ pub use checkpoints::Checkpoints;
 pub use config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 pub use error::WeightsError;
 pub use export::WrittenGguf;
-pub use feed_forward::FeedForward;
+pub use feed_forward::{Dense, Experts, FeedForward, RouterLosses, Routing};
 pub use fireclay_kernels::{ActivationKind, NormKind};
 pub use gguf::{GgufKind, GgufValue, Metadata as GgufMetadata};
 pub use heads::{UtteranceHeads, UtteranceTargets};
@@ -83,6 +86,7 @@ pub use inspection::Inspection;
 pub use layer::LayerConfig;
 pub use linear::{Adapter, Linear, Magnitude};
 pub use matrix::Matrix;
+pub use mixture::{ExpertsConfig, RouterScores};
 pub use parameters::{LayerNorm, named_parameters, trained_parameters};
 pub use rotary::RotaryScaling;
 pub use transformer::{Hidden, MultiStepTokens, NextTokens, Tokens, Transformer};

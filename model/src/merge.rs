@@ -101,10 +101,19 @@ impl ModelFolder {
         }
         let (family, config) = self.config()?;
         let Plan { files, config, model, mut parts } = self.plan::<B>(family, &config, false, device)?;
+        let stacked = |part: &&Part| part.file.packed.is_some() && part.file.shape.len() > 2;
+        if let Some(part) = parts.values().flatten().find(stacked) {
+            let reason = format!(
+                "{} stacks quantized experts, whose floats are laid out otherwise: a merged copy cannot be written; use \
+                 the adapter with --adapter",
+                part.name
+            );
+            return Err(WeightsError::Weights { path: self.path().to_path_buf(), reason });
+        }
         let parts: Vec<Part> =
             parameter_shapes(&model).into_iter().filter_map(|(path, _)| parts.remove(&path)).flatten().collect();
         let view = |part: &Part| {
-            let Part { name, stored, transposed, .. } = part;
+            let Part { name, file: stored, transposed, .. } = part;
             let dtype = match stored.encoding {
                 Encoding::Float(dtype @ (Dtype::BF16 | Dtype::F16)) => dtype,
                 _ => Dtype::F32,

@@ -3,7 +3,7 @@
 use std::f64::consts::TAU;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 
 use fireclay_kernels::{Backend, DeviceTensor, Norm, NormKind, RandomKey, reshape};
 use rayon::prelude::*;
@@ -13,17 +13,24 @@ pub(crate) struct Initializer<'a, B: Backend> {
     /// None if the values do not matter.
     key: Option<RandomKey>,
     drawn: u64,
+    /// Of matrices, if it is not f32.
+    dtype: Option<FloatDType>,
     device: &'a B::Device,
 }
 
 impl<'a, B: Backend> Initializer<'a, B> {
     pub(crate) fn new(seed: u64, device: &'a B::Device) -> Self {
-        Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, device }
+        Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, dtype: None, device }
     }
 
     /// For parameters that will be loaded: they have shapes and no values.
     pub(crate) fn blank(device: &'a B::Device) -> Self {
-        Self { key: None, drawn: 0, device }
+        Self { key: None, drawn: 0, dtype: None, device }
+    }
+
+    /// With matrices of another dtype.
+    pub(crate) fn with_matrices(self, dtype: FloatDType) -> Self {
+        Self { dtype: Some(dtype), ..self }
     }
 
     pub(crate) fn device(&self) -> &'a B::Device {
@@ -44,7 +51,11 @@ impl<'a, B: Backend> Initializer<'a, B> {
                 *value = (deviation * (radius * part)) as f32;
             }
         });
-        Param::from_tensor(Tensor::from_data(TensorData::new(values, dims), self.device))
+        let values = Tensor::<B, 2>::from_data(TensorData::new(values, dims), self.device);
+        Param::from_tensor(match self.dtype {
+            Some(dtype) => values.cast(dtype),
+            None => values,
+        })
     }
 
     pub(crate) fn zeros(&self, width: usize) -> Param<Tensor<B, 1>> {
@@ -161,11 +172,18 @@ pub(crate) fn parameter_shapes<B: Backend, M: Module<B>>(module: &M) -> Vec<(Str
 }
 
 /// The segment of a parameter's path for field `name` of a `container`. Empty within a
-/// [`Matrix`](crate::matrix::Matrix) and for the base of a [`Linear`](crate::linear::Linear), which
-/// have their own names.
+/// [`Matrix`](crate::matrix::Matrix), for the base of a [`Linear`](crate::linear::Linear), and for a
+/// dense [`FeedForward`](crate::FeedForward), which have their own names.
 pub(crate) fn segment(name: &str, container: &str) -> String {
-    let unnamed = container.ends_with(":Matrix") || (container.ends_with(":Linear") && name == "base");
-    if unnamed { String::new() } else { name.to_string() }
+    let is_feed_forward = container.ends_with(":FeedForward");
+    let unnamed = container.ends_with(":Matrix")
+        || (container.ends_with(":Linear") && name == "base")
+        || (is_feed_forward && name == "Dense");
+    match (unnamed, is_feed_forward) {
+        (true, _) => String::new(),
+        (_, true) => name.to_lowercase(),
+        _ => name.to_string(),
+    }
 }
 
 /// A parameter's path, from its [`segment`]s.

@@ -4,6 +4,8 @@ use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::{AttentionMask, Backend, CachedTokens, Dropout, RandomKey, RotaryTable};
 
+use crate::feed_forward::RoutingRecord;
+
 /// State shared by all blocks of a forward pass.
 pub(crate) struct Pass<B: Backend> {
     /// Position of each token, `[batch_size, seq_length]`.
@@ -18,6 +20,8 @@ pub(crate) struct Pass<B: Backend> {
     pub(crate) tokens_before: usize,
     /// Heads of the attention, each of which has a row of weights for a token.
     pub(crate) n_heads: usize,
+    /// What routers record, in training.
+    pub(crate) routing: Option<RoutingRecord<B>>,
 }
 
 /// The masks of the layers with one window.

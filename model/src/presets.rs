@@ -3,6 +3,7 @@
 use fireclay_kernels::{ActivationKind, NormKind};
 
 use crate::config::{AttentionDirection, NormPlacement, Positions, TransformerConfig};
+use crate::mixture::RouterScores;
 use crate::rotary::RotaryScaling;
 
 impl TransformerConfig {
@@ -44,6 +45,19 @@ impl TransformerConfig {
             feed_forward_bias: true,
             activation: ActivationKind::GeluTanh,
             gated: false,
+            experts: 0,
+            experts_per_token: 0,
+            dense_layers: Vec::new(),
+            dense_d_ff: None,
+            shared_d_ff: 0,
+            router: RouterScores::Softmax,
+            router_normalized: true,
+            router_bias: false,
+            choice_bias: false,
+            expert_scale: 1.0,
+            expert_limit: None,
+            attention_sinks: false,
+            qkv_clip: None,
             tied_embeddings: true,
             dropout: 0.0,
             init_deviation: 0.02,
@@ -115,6 +129,76 @@ impl TransformerConfig {
             head_dim,
             ..Self::qwen2(vocab_size, context_length, d_model, n_layers, n_heads)
         }
+    }
+
+    /// Mixtral's shape (Jiang et al., 2024): Llama with eight experts in each layer, of which every
+    /// token goes through two.
+    pub fn mixtral(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            experts: 8,
+            experts_per_token: 2,
+            positions: Positions::Rotary { base: 1e6, scaling: RotaryScaling::None },
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// Qwen3-MoE's shape (Qwen Team, 2025): Qwen3 with 128 experts, of which every token goes
+    /// through eight, each with an inner width of `3 / 8 * d_model`.
+    pub fn qwen3_moe(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        head_dim: usize,
+    ) -> Self {
+        Self {
+            d_ff: (3 * d_model / 8).next_multiple_of(8),
+            experts: 128,
+            experts_per_token: 8,
+            ..Self::qwen3(vocab_size, context_length, d_model, n_layers, n_heads, head_dim)
+        }
+    }
+
+    /// OLMoE's shape (Muennighoff et al., 2024): Llama with joint norms of queries and keys, and 64
+    /// experts, of which every token goes through eight, whose scores do not sum to one.
+    pub fn olmoe(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            d_ff: (d_model / 2).next_multiple_of(8),
+            experts: 64,
+            experts_per_token: 8,
+            router_normalized: false,
+            qk_norm: true,
+            joint_qk_norm: true,
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// gpt-oss's shape (OpenAI, 2025): attention sinks, a window in every other layer, beginning with
+    /// the first, and 32 experts with clamped activations, of which every token goes through four.
+    pub fn gpt_oss(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        sliding_window: usize,
+    ) -> Self {
+        Self {
+            d_ff: d_model,
+            experts: 32,
+            experts_per_token: 4,
+            router_bias: true,
+            expert_limit: Some(7.0),
+            activation: ActivationKind::QuickGelu,
+            attention_sinks: true,
+            qkv_bias: true,
+            output_bias: true,
+            feed_forward_bias: true,
+            positions: Positions::Rotary { base: 150_000.0, scaling: RotaryScaling::None },
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+        .with_windows(|layer| if layer % 2 == 0 { sliding_window } else { 0 })
     }
 
     /// Gemma 2's shape (Gemma Team, 2024): norms around each sub-layer, scores and logits that are

@@ -165,8 +165,8 @@ impl TensorFiles {
         WeightsError::Weights { path, reason }
     }
 
-    /// Reads a tensor as `T` into `out`, in row-major order, transposed if `transposed`. Calls
-    /// `progress` with the bytes of each piece.
+    /// Reads a tensor as `T` into `out`, in row-major order, transposed if `transposed`, each matrix by
+    /// itself if it stacks several. Calls `progress` with the bytes of each piece.
     ///
     /// # Errors
     /// If the file system fails, or the dtype is not supported.
@@ -177,8 +177,22 @@ impl TensorFiles {
         out: &mut [T],
         progress: &mut dyn FnMut(u64),
     ) -> Result<(), WeightsError> {
-        let columns = if transposed { tensor.shape[1] } else { 1 };
-        let rows = out.len() / columns.max(1);
+        let [rows, columns] = match tensor.shape[..] {
+            [.., rows, columns] if transposed => [rows, columns],
+            _ => [out.len(), 1],
+        };
+        // The columns of what is transposed are the rows that may be interleaved.
+        let (interleaved, plain);
+        let tensor = match transposed {
+            true => {
+                (interleaved, plain) = (tensor.interleaved.is_some(), tensor.clone().with_interleaved(None));
+                &plain
+            }
+            false => {
+                interleaved = false;
+                tensor
+            }
+        };
         let mut row = TensorRow::new(self, std::iter::once(tensor));
         let mut bytes = vec![0; PIECE.min(out.len() * T::SIZE)];
         let mut done = 0;
@@ -189,7 +203,10 @@ impl TensorFiles {
             let values = piece.chunks_exact(T::SIZE).map(T::fetch);
             if transposed {
                 for (at, value) in (done..).zip(values) {
-                    out[at % columns * rows + at / columns] = value;
+                    let (matrix, at) = (at / (rows * columns), at % (rows * columns));
+                    let column = at % columns;
+                    let column = if interleaved { (column % 2) * (columns / 2) + column / 2 } else { column };
+                    out[(matrix * columns + column) * rows + at / columns] = value;
                 }
             } else {
                 out[done..done + count].iter_mut().zip(values).for_each(|(out, value)| *out = value);
@@ -442,7 +459,7 @@ impl<'a> TensorRow<'a> {
 }
 
 /// Where a row of a head is in one that has the rows of its halves in turn.
-fn interleaved_row(at: usize, rows: usize) -> usize {
+pub(crate) fn interleaved_row(at: usize, rows: usize) -> usize {
     let (half, pair) = (at / (rows / 2), at % (rows / 2));
     2 * pair + half
 }

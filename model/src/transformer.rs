@@ -18,6 +18,7 @@ use fireclay_kernels::{
 use crate::block::Block;
 use crate::cache::{Cache, RowId, Weights};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
+use crate::feed_forward::{Dense, Projection, RouterLosses, Routing, RoutingRecord};
 use crate::heads::UtteranceHeads;
 use crate::linear::{Adapter, Linear};
 use crate::matrix::Matrix;
@@ -64,6 +65,9 @@ pub struct Transformer<B: Backend> {
     /// Tokens of the batch that other ranks have, before those that this model is given.
     #[module(skip)]
     tokens_before: usize,
+    /// The factors on routers' losses, if they are to be computed.
+    #[module(skip)]
+    router_losses: Option<RouterLosses>,
 }
 
 /// The input of a forward pass.
@@ -160,6 +164,19 @@ impl TransformerConfig {
         self.init_with(&mut Initializer::<B>::new(seed, device))
     }
 
+    /// [`init`](Self::init) with parameters of another dtype: for large models that are not trained.
+    ///
+    /// # Errors
+    /// If the config contradicts itself.
+    pub fn init_in<B: Backend>(
+        &self,
+        seed: u64,
+        dtype: FloatDType,
+        device: &B::Device,
+    ) -> Result<Transformer<B>, ConfigError> {
+        self.init_with(&mut Initializer::<B>::new(seed, device).with_matrices(dtype))
+    }
+
     /// A transformer of this shape, initialized by `init`.
     pub(crate) fn init_with<B: Backend>(&self, init: &mut Initializer<'_, B>) -> Result<Transformer<B>, ConfigError> {
         self.validate()?;
@@ -197,6 +214,7 @@ impl TransformerConfig {
             int8_cache: false,
             dropout_key: None,
             tokens_before: 0,
+            router_losses: None,
         })
     }
 }
@@ -284,10 +302,14 @@ impl<B: Backend> Transformer<B> {
         let Self { embedding, head, blocks, .. } = self;
         let outer = [("embedding", Some(embedding)), ("head", head.as_mut())];
         let outer = outer.into_iter().filter_map(|(path, matrix)| Some((path.to_string(), matrix?)));
-        outer.chain(linears_of(blocks).flat_map(|(path, Linear { base, adapter })| {
-            let adapter = adapter.iter_mut().flat_map(|Adapter { a, b, .. }| [("a", a), ("b", b)]);
-            let adapter: Vec<_> = adapter.map(|(name, matrix)| (format!("{path}.adapter.{name}"), matrix)).collect();
-            std::iter::once((path, base)).chain(adapter)
+        outer.chain(projections_of(blocks).flat_map(|(path, projection)| match projection {
+            Projection::Stacked(matrix) => vec![(path, matrix)],
+            Projection::Linear(Linear { base, adapter }) => {
+                let adapter = adapter.iter_mut().flat_map(|Adapter { a, b, .. }| [("a", a), ("b", b)]);
+                let adapter = adapter.map(|(name, matrix)| (format!("{path}.adapter.{name}"), matrix));
+                let adapter: Vec<_> = adapter.collect();
+                std::iter::once((path, base)).chain(adapter).collect()
+            }
         }))
     }
 
@@ -368,6 +390,13 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
+    /// Sets the factors on the losses of this step's routers, which the backward pass adds to the
+    /// loss that it starts from; they are then recorded, with the experts' loads, even if the factors
+    /// are 0. `None`, as initially, computes none of it. Without effect on models without experts.
+    pub fn set_router_losses(&mut self, losses: Option<RouterLosses>) {
+        self.router_losses = losses;
+    }
+
     /// A cache for `tokens` tokens in any number of rows. It consists of pages, and the last page
     /// of each row may be partly filled. It is valid for this model's current weights and for
     /// clones of it: a step with another model, or after a method changed the weights, panics.
@@ -387,10 +416,20 @@ impl<B: Backend> Transformer<B> {
     /// # Panics
     /// If a row exceeds `context_length`.
     pub fn forward(&self, tokens: impl Into<Tokens<B>>) -> Tensor<B, 3> {
+        self.forward_routed(tokens).0
+    }
+
+    /// [`forward`](Self::forward), and how routers distributed the tokens, if
+    /// [`set_router_losses`](Self::set_router_losses) asked for it.
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward) does.
+    pub fn forward_routed(&self, tokens: impl Into<Tokens<B>>) -> (Tensor<B, 3>, Option<Routing<B>>) {
         let tokens = tokens.into();
         let [batch_size, seq_length] = self.dims(&tokens);
-        let x = self.residual_stream(tokens, None);
-        reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model])
+        let (x, pass) = self.residual_stream(tokens, None);
+        let hidden = reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model]);
+        (hidden, pass.routing.as_ref().and_then(RoutingRecord::take))
     }
 
     /// `[batch_size, seq_length]`, checked against the context.
@@ -550,7 +589,7 @@ impl<B: Backend> Transformer<B> {
             cache.advance(&rows);
             return Hidden { states: hidden, predicted, of_prompts: None };
         }
-        let x = self.residual_stream(ids.reshape([1, count]).into(), Some((at, cache)));
+        let (x, _) = self.residual_stream(ids.reshape([1, count]).into(), Some((at, cache)));
         cache.advance(&rows);
         let decoded = rows.len() - prefill.len();
         let all = prompt_states.then(|| self.normalised(x.clone()));
@@ -626,7 +665,7 @@ impl<B: Backend> Transformer<B> {
         let rotary = self.rotary();
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let value = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
-        let block = |block: &Block<B>| DecodeBlock {
+        let block = |(block, dense): (&Block<B>, &Dense<B>)| DecodeBlock {
             attention_norm: block.attention_norm.as_ref().unwrap_or(&block.feed_forward_norm).weights(),
             qkv: block.attention.qkv.base.weight(),
             qkv_bias: value(&block.attention.qkv_bias),
@@ -634,16 +673,17 @@ impl<B: Backend> Transformer<B> {
             output: block.attention.output.base.weight(),
             output_bias: value(&block.attention.output_bias),
             feed_forward_norm: block.feed_forward_norm.weights(),
-            up: block.feed_forward.up.base.weight(),
-            up_bias: value(&block.feed_forward.up_bias),
-            down: block.feed_forward.down.base.weight(),
-            down_bias: value(&block.feed_forward.down_bias),
+            up: dense.up.base.weight(),
+            up_bias: value(&dense.up_bias),
+            down: dense.down.base.weight(),
+            down_bias: value(&dense.down_bias),
         };
+        let dense = self.blocks.iter().filter_map(|block| Some((block, block.feed_forward.dense()?)));
         Ok(DecodeModel {
             embedding: self.embedding.weight(),
             position_embedding: self.position_embedding.as_ref().map(Param::val),
             head: self.head_weight(),
-            blocks: self.blocks.iter().map(block).collect(),
+            blocks: dense.map(block).collect(),
             final_norm: final_norm.weights(),
             heads,
             activation: config.layer(0).activation,
@@ -652,9 +692,13 @@ impl<B: Backend> Transformer<B> {
         })
     }
 
-    /// The residual stream `[batch_size * seq_length, d_model]` after the last block. A cache has
-    /// stored the tokens then, but does not count them yet.
-    fn residual_stream(&self, tokens: Tokens<B>, cache: Option<(CachedTokens<B>, &mut Cache<B>)>) -> Tensor<B, 2> {
+    /// The residual stream `[batch_size * seq_length, d_model]` after the last block, with the state
+    /// that blocks shared. A cache has stored the tokens then, but does not count them yet.
+    fn residual_stream(
+        &self,
+        tokens: Tokens<B>,
+        cache: Option<(CachedTokens<B>, &mut Cache<B>)>,
+    ) -> (Tensor<B, 2>, Pass<B>) {
         let _products = self.f32_products.enter();
         let (at, mut cache) = cache.unzip();
         let (mut x, pass) = self.begin(tokens, at);
@@ -662,7 +706,7 @@ impl<B: Backend> Transformer<B> {
             let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
             x = block.forward(x, &pass, layer, cache);
         }
-        x
+        (x, pass)
     }
 
     /// The input of the first block, `[batch_size * seq_length, d_model]`, and the state shared by
@@ -773,6 +817,7 @@ impl<B: Backend> Transformer<B> {
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
             tokens_before: self.tokens_before,
             n_heads: self.config.n_heads,
+            routing: self.router_losses.filter(|_| self.config.experts > 0).map(RoutingRecord::new),
         }
     }
 
@@ -805,15 +850,14 @@ impl<B: Backend> Transformer<B> {
 
     /// Whether any matrix is quantized.
     pub fn is_quantized(&self) -> bool {
-        let of_block = |block: &Block<B>| block.linears().into_iter().any(|linear| linear.base.is_quantized());
         self.embedding.is_quantized()
             || self.head.as_ref().is_some_and(Matrix::is_quantized)
-            || self.blocks.iter().any(of_block)
+            || self.blocks.iter().any(Block::is_quantized)
     }
 
     /// Whether any linear layer has an adapter.
     pub(crate) fn has_adapters(&self) -> bool {
-        self.blocks.iter().flat_map(Block::linears).any(|linear| linear.adapter.is_some())
+        self.blocks.iter().flat_map(Block::linears).any(|(_, linear)| linear.adapter.is_some())
     }
 
     /// The output projection, `[vocab_size, d_model]`.
@@ -939,10 +983,17 @@ fn assert_rows<B: Backend>(rows: &SampledRows<B>, tokens: &Tensor<B, 1, Int>) {
     assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
 }
 
+/// The weights of blocks that may be stored in other formats, by their paths.
+fn projections_of<B: Backend>(blocks: &mut [Block<B>]) -> impl Iterator<Item = (String, Projection<'_, B>)> {
+    blocks.iter_mut().enumerate().flat_map(|(layer, block)| {
+        block.projections_mut().into_iter().map(move |(path, own)| (format!("blocks.{layer}.{path}"), own))
+    })
+}
+
 /// The linear layers of blocks, by their paths.
 fn linears_of<B: Backend>(blocks: &mut [Block<B>]) -> impl Iterator<Item = (String, &mut Linear<B>)> {
-    blocks
-        .iter_mut()
-        .enumerate()
-        .flat_map(|(layer, block)| block.linears_mut().map(|(path, linear)| (format!("blocks.{layer}.{path}"), linear)))
+    projections_of(blocks).filter_map(|(path, projection)| match projection {
+        Projection::Linear(linear) => Some((path, linear)),
+        Projection::Stacked(_) => None,
+    })
 }

@@ -27,7 +27,7 @@ use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES, Quantization};
 use crate::packed_tensors::gather;
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
 use crate::synced::write_synced;
-use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
+use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead, interleaved_row};
 use crate::transformer::Transformer;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -168,7 +168,7 @@ impl ModelFolder {
             None => self.tensor_files()?,
         };
         let mut bytes = BTreeMap::<String, u64>::new();
-        for tensor in files.tensors().values().filter(|tensor| tensor.shape.len() == 2) {
+        for tensor in files.tensors().values().filter(|tensor| tensor.shape.len() >= 2) {
             *bytes.entry(tensor.encoding.name()).or_default() += tensor.bytes();
         }
         let mut bytes: Vec<_> = bytes.into_iter().collect();
@@ -387,7 +387,7 @@ impl ModelFolder {
         let mut used = BTreeSet::new();
         let (mut problems, mut updated) = (Vec::new(), BTreeSet::new());
         let tensors = names.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
-        for tensor in tensors {
+        for mut tensor in tensors {
             let mut found = stored_as(files.tensors(), &tensor.name);
             // Of a pair that is one, either may be stored.
             if found.is_none() && config.tied_embeddings && tensor.path == "embedding" {
@@ -402,17 +402,29 @@ impl ModelFolder {
                 continue;
             };
             used.insert(name);
+            // Quantized, stacked matrices are stored as operations read them.
+            tensor.transposed &= tensor.stacked.is_none() || stored.packed.is_none();
             let replaced = match self.update_of(&tensor.name) {
                 Some(ModuleUpdate::Replaced { shape, .. }) => Some(stored.clone().with_shape(shape.clone())),
                 _ => None,
             };
             match check(&tensor, replaced.as_ref().unwrap_or(stored), &shapes[&tensor.path]) {
                 None => {
-                    let stored = replaced.unwrap_or_else(|| stored.clone()).with_interleaved(tensor.interleaved);
+                    let file = replaced.unwrap_or_else(|| stored.clone());
+                    let stored = file.clone().with_interleaved(tensor.interleaved);
+                    let stored = match (tensor.stacked, tensor.transposed) {
+                        (Some(stacked), false) => {
+                            let rows = stored.shape[..2].iter().product();
+                            let inner = stored.shape[2..].to_vec();
+                            debug_assert!(stored.shape[0] == stacked, "checked with its shape");
+                            stored.with_shape([vec![rows], inner].concat())
+                        }
+                        _ => stored,
+                    };
                     let update = self.update_of(&tensor.name);
                     updated.extend(update.is_some().then(|| tensor.name.clone()));
                     let HubTensor { name, transposed, offset, .. } = tensor;
-                    let part = Part { name, stored, transposed, updated: update.is_some(), offset };
+                    let part = Part { name, stored, file, transposed, updated: update.is_some(), offset };
                     parts.entry(tensor.path).or_default().push(part);
                 }
                 Some(problem) => problems.push(problem),
@@ -520,7 +532,10 @@ impl Names {
 /// A stored tensor that fills a parameter or some of its rows.
 pub(crate) struct Part {
     pub(crate) name: String,
+    /// As it is read: stacked matrices that are not transposed are one.
     pub(crate) stored: StoredTensor,
+    /// As the file has it.
+    pub(crate) file: StoredTensor,
     pub(crate) transposed: bool,
     /// Whether an adapter changes it.
     pub(crate) updated: bool,
@@ -678,8 +693,11 @@ impl<B: Backend> Reader<'_, B> {
         for part in parts {
             let rows = part.stored.shape[0];
             let stored = match part.stored.packed.as_deref() {
-                Some(packed) => self.files.unpack(packed, [rows, columns])?.stored(),
-                None => None,
+                // Rows in another order are put in theirs as they are dequantized.
+                Some(packed) if part.stored.interleaved.is_none() => {
+                    self.files.unpack(packed, [rows, columns])?.stored()
+                }
+                _ => None,
             };
             let (format, words, scales) = match stored {
                 Some(StoredCodes { format, words, scales }) => {
@@ -858,6 +876,22 @@ impl<B: Backend> View for SavedTensor<'_, B> {
         let rows = self.tensor.rows.clone().unwrap_or(0..self.own[0]);
         let mut bytes = vec![0; self.data_len()];
         let offset = self.tensor.offset;
+        if let Some(stacked) = self.tensor.stacked {
+            // Of one matrix, or vector.
+            let matrix_rows = rows.len() / stacked.max(1);
+            f32_chunks(self.value, rows.start * row..rows.end * row, |begin, chunk| {
+                for (at, value) in (begin..).zip(chunk.chunks_exact(4)) {
+                    let (matrix, own, column) = (at / row / matrix_rows, at / row % matrix_rows, at % row);
+                    let own = self.tensor.interleaved.map_or(own, |rows| interleaved_row(own, rows));
+                    let to = match self.tensor.transposed {
+                        true => (matrix * row + column) * matrix_rows + own,
+                        false => (matrix * matrix_rows + own) * row + column,
+                    };
+                    bytes[4 * to..][..4].copy_from_slice(value);
+                }
+            });
+            return Cow::Owned(bytes);
+        }
         let transposed = self.tensor.transposed.then(|| [self.shape[1], self.shape[0]]);
         f32_chunks(self.value, rows.start * row..rows.end * row, |begin, chunk| match transposed {
             None if offset != 0.0 => {
@@ -902,6 +936,11 @@ pub(crate) fn stored_shape(tensor: &HubTensor, shape: &[usize]) -> Vec<usize> {
     }
     if tensor.transposed {
         shape.reverse();
+    }
+    if let Some(stacked) = tensor.stacked {
+        let rows = if tensor.transposed { shape.len() - 1 } else { 0 };
+        shape[rows] /= stacked.max(1);
+        shape.insert(0, stacked);
     }
     shape
 }

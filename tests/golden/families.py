@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Writes families.json and families.safetensors: small models of families, and what transformers computes with them.
+"""Writes families.json and families.safetensors: small models of families, and what transformers computes with them; and
+experts.json and experts.safetensors, the same of families of mixtures of experts.
 
     pip install torch transformers safetensors numpy
-    python3 tests/golden/families.py                 # or: families.py OUTPUT_FOLDER
+    python3 tests/golden/families.py                 # or: families.py OUTPUT_FOLDER [families|experts]
     python3 tests/golden/families.py --check FOLDER  # models that Fireclay saved, one in each folder of FOLDER
 
 A case is a `config.json` as it is found on the hub, in the words of version 4 or 5 of transformers. Weights are no file:
 `weight(i, k)` is element `i` of the tensor that is number `k` by name, and one more for the scale of a norm, but for
-Gemma, whose norms add the one themselves.
+Gemma, whose norms add the one themselves. Tensors have the names and shapes of checkpoints on the hub: for most families of
+mixtures one for each expert, though transformers stacks them.
 
 families.json has, for each case, its config and the shapes of its tensors. families.safetensors has for each
 
@@ -126,6 +128,39 @@ def cases():
     )
 
 
+def expert_cases():
+    """The same for families of mixtures of experts. An expert is chosen by a lead in its score, too."""
+    small = dict(num_hidden_layers=2, intermediate_size=14)
+    yield "mixtral", BASE | small | dict(num_local_experts=5, num_experts_per_tok=2, rope_theta=500.0, sliding_window=6)
+    yield "mixtral", OTHER | small | dict(
+        num_local_experts=3, num_experts_per_tok=1, head_dim=6, rope_parameters={"rope_type": "default", "rope_theta": 90.0},
+        tie_word_embeddings=True, rms_norm_eps=1e-3, router_aux_loss_coef=0.02, output_router_logits=False, router_jitter_noise=0.0,
+    )
+    yield "qwen3_moe", BASE | small | dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=11, norm_topk_prob=True, head_dim=10, rope_theta=300.0,
+        decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False, sliding_window=None, max_window_layers=2,
+    )
+    yield "qwen3_moe", OTHER | small | dict(
+        num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=9, norm_topk_prob=False, head_dim=6,
+        decoder_sparse_step=2, mlp_only_layers=[3], attention_bias=True, use_sliding_window=True, sliding_window=5,
+    )
+    yield "olmoe", BASE | small | dict(num_key_value_heads=3, num_experts=7, num_experts_per_tok=3, norm_topk_prob=False, clip_qkv=0.6)
+    yield "olmoe", OTHER | small | dict(
+        num_attention_heads=2, num_experts=4, num_experts_per_tok=4, norm_topk_prob=True, clip_qkv=None, attention_bias=True,
+        rope_theta=200.0,
+    )
+    yield "gpt_oss", BASE | small | dict(
+        head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=5, layer_types=[SLIDING, FULL], swiglu_limit=0.3,
+        hidden_act="silu", experts_per_token=2, initial_context_length=24, attention_bias=True, rope_theta=150.0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                      "original_max_position_embeddings": 24},
+    )
+    yield "gpt_oss", OTHER | small | dict(
+        num_hidden_layers=3, head_dim=6, num_local_experts=3, num_experts_per_tok=3, sliding_window=3, attention_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 80.0}, tie_word_embeddings=True,
+    )
+
+
 def weight(i, k):
     """A number from -0.2 to 0.2 for an index and a tensor's number, the same in any language."""
     x = (numpy.asarray(i, dtype=numpy.uint64) * 2654435761 + k * 40503 + 12345) % 2**32
@@ -135,10 +170,36 @@ def weight(i, k):
     return (x.astype(numpy.float64) / 2**32 - 0.5) * 0.4
 
 
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "olmoe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def on_hub(family, name, tensor):
+    """The tensors of a checkpoint that hold a parameter, or its gradient, as views."""
+    if family not in EXPERT_NAMES or ".mlp." not in name:
+        return {name: tensor}
+    mixture, (gate, up, down) = EXPERT_NAMES[family]
+    layer, field = name.split(".mlp.")
+    if field == "experts.down_proj":
+        return {f"{layer}.{mixture}.experts.{n}.{down}.weight": own for n, own in enumerate(tensor)}
+    if field == "experts.gate_up_proj":
+        each = ((n, part, own) for n, both in enumerate(tensor) for part, own in zip((gate, up), both.chunk(2)))
+        return {f"{layer}.{mixture}.experts.{n}.{part}.weight": own for n, part, own in each}
+    return {f"{layer}.{mixture}.{field}": tensor}
+
+
+def named(model, family, of=lambda parameter: parameter.data):
+    """What `of` makes of each parameter, by the names of checkpoints."""
+    return {key: own for name, parameter in model.named_parameters() for key, own in on_hub(family, name, of(parameter)).items()}
+
+
 def fill(model, family):
     """Gives a model its weights; their shapes by name."""
     shapes, is_gemma = {}, family.startswith("gemma")
-    for k, (name, parameter) in enumerate(sorted(model.named_parameters())):
+    for k, (name, parameter) in enumerate(sorted(named(model, family).items())):
         values = weight(numpy.arange(parameter.numel()), k)
         if "norm" in name and name.endswith("weight") and not is_gemma:
             values += 1
@@ -190,7 +251,8 @@ def built(config):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         loaded = AutoConfig.from_pretrained(folder)
     kind = AutoModel if config["model_type"] == "modernbert" else AutoModelForCausalLM
-    return kind.from_config(loaded, attn_implementation="eager", dtype=torch.float32).eval()
+    how = {"experts_implementation": "eager"} if config["model_type"] in (*EXPERT_NAMES, "gpt_oss") else {}
+    return kind.from_config(loaded, attn_implementation="eager", dtype=torch.float32, **how).eval()
 
 
 def encoder(model, generator, with_gradients):
@@ -208,9 +270,9 @@ def encoder(model, generator, with_gradients):
     return own
 
 
-def make(out):
+def make(out, file, cases):
     found, tensors, seen = [], {}, {}
-    for number, (family, config) in enumerate(cases()):
+    for number, (family, config) in enumerate(cases):
         seen[family] = seen.get(family, 0) + 1
         name = f"{family}.{seen[family]}"
         config = {"model_type": family} | config
@@ -233,14 +295,14 @@ def make(out):
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
             loss.backward()
             own |= {"targets": targets, "loss": loss.reshape(1)}
-            own |= {f"grad.{key}": p.grad for key, p in model.named_parameters()}
+            own |= {f"grad.{key}": grad for key, grad in named(model, family, lambda parameter: parameter.grad).items()}
         print(f"{name}: logits of deviation {logits.std():.2f}")
         own |= prompts_of(name, model, generator)
         tensors |= {f"{name}.{key}": value for key, value in own.items()}
     narrow = lambda t: t.detach().to(torch.float32 if t.is_floating_point() else torch.int32).contiguous()
-    save_file({key: narrow(value) for key, value in tensors.items()}, out / "families.safetensors")
+    save_file({key: narrow(value) for key, value in tensors.items()}, out / f"{file}.safetensors")
     lines = ",\n  ".join(json.dumps(case) for case in found)
-    (out / "families.json").write_text(f"[\n  {lines}\n]\n")
+    (out / f"{file}.json").write_text(f"[\n  {lines}\n]\n")
 
 
 def check(folder):
@@ -262,4 +324,7 @@ def check(folder):
 if len(sys.argv) > 2 and sys.argv[1] == "--check":
     check(Path(sys.argv[2]))
 else:
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent)
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent
+    for file, own in [("families", cases()), ("experts", expert_cases())]:
+        if len(sys.argv) < 3 or sys.argv[2] == file:
+            make(out, file, own)

@@ -9,7 +9,7 @@ use fireclay::recipe::schema::OptimizerKind;
 use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{Backend, Format, HeadLossOptions, RandomKey};
-use fireclay_model::{Adapter, Block, Linear, Matrix, Transformer, TransformerConfig, named_parameters};
+use fireclay_model::{Adapter, Block, Dense, Linear, Matrix, Transformer, TransformerConfig, named_parameters};
 
 use crate::backend_test;
 use crate::compare::{assert_close, random, tolerance, values};
@@ -44,7 +44,8 @@ pub(crate) fn linears<B: Backend>(
     model: &mut Transformer<Autodiff<B>>,
 ) -> impl Iterator<Item = &mut Linear<Autodiff<B>>> {
     model.blocks.iter_mut().flat_map(|Block { attention, feed_forward, .. }| {
-        [&mut attention.qkv, &mut attention.output, &mut feed_forward.up, &mut feed_forward.down]
+        let Dense { up, down, .. } = feed_forward.dense_mut().expect("dense layers");
+        [&mut attention.qkv, &mut attention.output, up, down]
     })
 }
 

@@ -2,7 +2,9 @@
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::Backend;
-use fireclay_model::{ModelFolder, NormKind, NormPlacement, Positions, RotaryScaling, Transformer, TransformerConfig};
+use fireclay_model::{
+    ModelFolder, NormKind, NormPlacement, Positions, RotaryScaling, RouterScores, Transformer, TransformerConfig,
+};
 
 use crate::backend_test;
 use crate::compare::{assert_close, tolerance};
@@ -43,6 +45,30 @@ pub(crate) fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
         ("llama with norms around its layers", {
             let llama = llama.clone().with_norm_placement(NormPlacement::Both).with_feed_forward_bias(true);
             llama.with_residual_multiplier(0.7).with_norm(NormKind::LayerNorm)
+        }),
+        ("mixtral", {
+            let mixtral = TransformerConfig::mixtral(50, 24, 32, 2, 4).with_n_kv_heads(2).with_d_ff(20);
+            mixtral.with_experts(5).with_experts_per_token(2)
+        }),
+        ("qwen3_moe", {
+            let qwen = TransformerConfig::qwen3_moe(50, 24, 32, 2, 4, 10).with_d_ff(12).with_dense_layers(vec![0]);
+            qwen.with_experts(6).with_experts_per_token(3).with_dense_d_ff(Some(20))
+        }),
+        ("olmoe", {
+            let olmoe = TransformerConfig::olmoe(50, 24, 32, 2, 4).with_d_ff(12).with_qkv_clip(Some(0.9));
+            olmoe.with_experts(4).with_experts_per_token(3)
+        }),
+        ("gpt_oss", {
+            let gpt_oss = TransformerConfig::gpt_oss(50, 24, 32, 2, 4, 5).with_d_ff(12).with_expert_limit(Some(0.4));
+            gpt_oss.with_n_kv_heads(2).with_experts(4).with_experts_per_token(2)
+        }),
+        ("gpt2 with experts that sigmoids choose, and one for all", {
+            let gpt2 = gpt2.with_experts(4).with_experts_per_token(2).with_d_ff(12).with_shared_d_ff(8);
+            gpt2.with_router(RouterScores::Sigmoid).with_choice_bias(true).with_expert_scale(1.7)
+        }),
+        ("llama with norms on outputs, and experts", {
+            let llama = llama.clone().with_norm_placement(NormPlacement::Output).with_residual_multiplier(0.6);
+            llama.with_experts(3).with_experts_per_token(1).with_d_ff(12).with_router_normalized(false)
         }),
         ("llama with layer norms", llama.with_norm(NormKind::LayerNorm).with_sliding_window(Some(3))),
     ]

@@ -52,29 +52,43 @@ fn weights(family: &str, shapes: &Map<String, Value>) -> Vec<u8> {
     safetensors::serialize(views, None).expect("a safetensors file")
 }
 
-/// The causal cases, each with its name, in a folder of its own.
-fn cases() -> Vec<(String, tempfile::TempDir)> {
-    all_cases().into_iter().filter(|(name, _)| !name.starts_with("modernbert")).collect()
+/// A case in a folder of its own.
+struct Case {
+    name: String,
+    folder: tempfile::TempDir,
+    /// The file of its reference values.
+    golden: &'static str,
 }
 
-fn all_cases() -> Vec<(String, tempfile::TempDir)> {
-    let golden = fs::read_to_string(folder("families.json")).expect("a golden file");
+/// The causal cases.
+fn cases() -> Vec<Case> {
+    all_cases().into_iter().filter(|case| !case.name.starts_with("modernbert")).collect()
+}
+
+fn all_cases() -> Vec<Case> {
+    let (dense, experts) =
+        (cases_of("families.json", "families.safetensors"), cases_of("experts.json", "experts.safetensors"));
+    assert!(dense.len() >= 18 && experts.len() == 8, "all of them");
+    dense.into_iter().chain(experts).collect()
+}
+
+fn cases_of(file: &str, reference: &'static str) -> Vec<Case> {
+    let golden = fs::read_to_string(folder(file)).expect("a golden file");
     let golden: Vec<Value> = serde_json::from_str(&golden).expect("JSON");
-    assert!(golden.len() >= 18, "all of them");
     let case = |case: &Value| {
         let folder = tempfile::tempdir().expect("a folder");
         let family = case["config"]["model_type"].as_str().expect("a family");
         fs::write(folder.path().join("config.json"), case["config"].to_string()).expect("writable");
         let file = weights(family, case["shapes"].as_object().expect("shapes by name"));
         fs::write(folder.path().join("model.safetensors"), file).expect("writable");
-        (case["name"].as_str().expect("a name").to_string(), folder)
+        Case { name: case["name"].as_str().expect("a name").to_string(), folder, golden: reference }
     };
     golden.iter().map(case).collect()
 }
 
 backend_test!(logits_of_each_family_are_those_of_transformers::<B>(device) {
-    let golden = Golden::open("families.safetensors");
-    for (name, folder) in cases() {
+    for Case { name, folder, golden } in cases() {
+        let golden = Golden::open(golden);
         let files = ModelFolder::new(folder.path());
         assert_eq!(files.unknown_keys()?, Vec::<String>::new(), "{name}");
         let model = files.load::<B>(&device)?;
@@ -85,8 +99,8 @@ backend_test!(logits_of_each_family_are_those_of_transformers::<B>(device) {
 });
 
 backend_test!(greedy_tokens_of_each_family_are_those_of_transformers_in_a_batch_and_alone::<B>(device) {
-    let golden = Golden::open("families.safetensors");
-    for (name, folder) in cases() {
+    for Case { name, folder, golden } in cases() {
+        let golden = Golden::open(golden);
         let model = ModelFolder::new(folder.path()).load::<B>(&device)?;
         let numbers = |what: &str| -> Vec<u32> {
             golden.values(&format!("{name}.{what}")).iter().map(|value| *value as u32).collect()
@@ -104,9 +118,9 @@ backend_test!(greedy_tokens_of_each_family_are_those_of_transformers_in_a_batch_
 });
 
 backend_test!(gradients_of_each_family_are_those_of_transformers::<B>(device) {
-    let golden = Golden::open("families.safetensors");
     let mut checked = 0;
-    for (name, folder) in cases().into_iter().filter(|(name, _)| name.ends_with(".1")) {
+    for Case { name, folder, golden } in cases().into_iter().filter(|case| case.name.ends_with(".1")) {
+        let golden = Golden::open(golden);
         let model = ModelFolder::new(folder.path()).load::<Autodiff<B>>(&device)?;
         let int = |what: &str| -> Tensor<Autodiff<B>, 2, Int> { golden.int(&format!("{name}.{what}"), &device) };
         let loss = model.loss(model.forward(int("tokens")), int("targets"), HeadLossOptions::new());
@@ -128,9 +142,9 @@ backend_test!(gradients_of_each_family_are_those_of_transformers::<B>(device) {
 
 backend_test!(hidden_states_of_encoders_and_their_gradients_are_those_of_transformers::<B>(device) {
     let golden = Golden::open("families.safetensors");
-    let encoders: Vec<_> = all_cases().into_iter().filter(|(name, _)| name.starts_with("modernbert")).collect();
+    let encoders: Vec<_> = all_cases().into_iter().filter(|case| case.name.starts_with("modernbert")).collect();
     assert_eq!(encoders.len(), 2);
-    for (name, folder) in encoders {
+    for Case { name, folder, .. } in encoders {
         let files = ModelFolder::new(folder.path());
         assert_eq!(files.unknown_keys()?, Vec::<String>::new(), "{name}");
         let model = files.load::<Autodiff<B>>(&device)?;
@@ -164,9 +178,9 @@ backend_test!(hidden_states_of_encoders_and_their_gradients_are_those_of_transfo
 
 // With FIRECLAY_SAVED_FAMILIES=FOLDER the models stay there, for `families.py --check FOLDER`.
 backend_test!(a_saved_model_of_each_family_has_the_same_config_and_logits::<B>(device) {
-    let golden = Golden::open("families.safetensors");
     let kept = std::env::var("FIRECLAY_SAVED_FAMILIES").ok();
-    for (name, folder) in all_cases() {
+    for Case { name, folder, golden } in all_cases() {
+        let golden = Golden::open(golden);
         let files = ModelFolder::new(folder.path());
         let (_, config) = files.config()?;
         let model = files.load::<B>(&device)?;
@@ -222,7 +236,7 @@ backend_test!(a_model_of_each_family_is_the_same_as_a_gguf_file_or_refused::<B>(
         ("gemma2", TransformerConfig::gemma2(61, 96, 24, 3, 4, 5).with_n_kv_heads(2)),
         ("gemma3", TransformerConfig::gemma3(61, 96, 24, 7, 4, 5).with_n_kv_heads(1)),
     ];
-    let mut folders = cases();
+    let mut folders: Vec<_> = cases().into_iter().map(|case| (case.name, case.folder)).collect();
     for (name, config) in presets {
         let folder = tempfile::tempdir().expect("a folder");
         ModelFolder::new(folder.path()).save(&config.with_init_deviation(0.2).init::<B>(7, &device)?)?;

@@ -73,6 +73,7 @@ impl<B: Backend> Transformer<B> {
         seed: u64,
     ) -> Result<Self, String> {
         let own = self.config().clone();
+        self.refuse_experts(family, config)?;
         let (key, mut drawn, mut used) = (RandomKey::new(seed).fold(0x6c6f_7261), 0, Vec::new());
         for (path, linear) in self.linears_mut() {
             let [d_output, d_input] = linear.base.dims()[..] else { continue };
@@ -176,6 +177,26 @@ impl<B: Backend> Transformer<B> {
         Ok(self.with_trained(|path| path.contains(".adapter.") || saved.iter().any(|saved| saved == path)))
     }
 
+    /// Refuses targets that are experts.
+    fn refuse_experts(&self, family: Family, config: &LoraConfig) -> Result<(), String> {
+        if matches!(config.targets, Targets::AllLinear) {
+            return Ok(());
+        }
+        let paths = parameter_shapes(self).into_iter().map(|(path, _)| path);
+        let stacked: Vec<String> =
+            paths.filter(|path| path.contains(".experts.") && !path.contains(".shared.")).collect();
+        for HubTensor { name, .. } in family.tensors(self.config(), &stacked)? {
+            let module = name.strip_suffix(".weight").unwrap_or(&name);
+            if config.is_on(module)? {
+                return Err(format!(
+                    "the adapter's target {module} is part of a mixture of experts, which takes no adapter: name \
+                     projections of attention, or take all linear layers, without experts"
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// With the modules that an adapter saves whole, `(name, path)` each.
     fn with_saved(self, files: &LoraFiles, saved: &[(String, String)]) -> Result<Self, String> {
         struct Setter<'a> {
@@ -246,7 +267,7 @@ impl<B: Backend> Transformer<B> {
                         tensor.name
                     ));
                 }
-                if tensor.rows.is_some() || tensor.transposed {
+                if tensor.rows.is_some() || tensor.transposed || tensor.stacked.is_some() {
                     return Err(format!(
                         "{} is a part of {}: it cannot be trained whole with an adapter",
                         tensor.name, tensor.path
@@ -281,8 +302,8 @@ impl<B: Backend> Transformer<Autodiff<B>> {
                 value.grad_replace(gradients, gradient * mask.clone().inner());
             }
         }
-        for adapter in self.blocks.iter().flat_map(|block| block.linears()).filter_map(|linear| linear.adapter.as_ref())
-        {
+        let linears = self.blocks.iter().flat_map(|block| block.linears());
+        for adapter in linears.filter_map(|(_, linear)| linear.adapter.as_ref()) {
             if let Some(blocks) = &adapter.blocks {
                 mask(&adapter.b.parameter, blocks, gradients);
             }
@@ -320,7 +341,7 @@ impl AdapterSaver<'_> {
         let wrong = |reason: String| WeightsError::Weights { path: folder.join(WEIGHTS), reason };
         let mut tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
         for (layer, block) in model.blocks.iter().enumerate() {
-            for (path, linear) in block.named_linears() {
+            for (path, linear) in block.linears() {
                 let Linear { base, adapter: Some(adapter) } = linear else { continue };
                 let path = format!("blocks.{layer}.{path}");
                 let [d_output, d_input] = base.dims()[..] else { continue };

@@ -1,19 +1,18 @@
-//! The feed-forward layer, plain or gated.
+//! A dense feed-forward layer, plain or gated.
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use fireclay_kernels::{Activation, Backend, FeedForwardLayer, Norm, feed_forward};
+use fireclay_kernels::{Activation, Backend, Dropout, FeedForwardLayer, Norm, feed_forward};
 
 use crate::layer::LayerConfig;
 use crate::linear::{Linear, scaled};
 use crate::matrix::Matrix;
 use crate::parameters::Initializer;
-use crate::pass::{Pass, Site};
 
 /// The weights of a feed-forward layer, as on the hub `[d_output, d_input]`.
 #[derive(Module, Debug)]
-pub struct FeedForward<B: Backend> {
+pub struct Dense<B: Backend> {
     /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where gated.
     pub up: Linear<B>,
     /// Its bias.
@@ -27,13 +26,14 @@ pub struct FeedForward<B: Backend> {
     residual_multiplier: f64,
 }
 
-impl<B: Backend> FeedForward<B> {
-    pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
+impl<B: Backend> Dense<B> {
+    pub(crate) fn new(config: &LayerConfig, d_ff: usize, init: &mut Initializer<'_, B>) -> Self {
         let [deviation, residual_deviation] = config.init_deviations;
+        let width = if config.activation.gated { 2 * d_ff } else { d_ff };
         Self {
-            up: Matrix::from(init.matrix([config.up_width(), config.d_model], deviation)).into(),
-            up_bias: config.feed_forward_bias.then(|| init.zeros(config.up_width())),
-            down: Matrix::from(init.matrix([config.d_model, config.d_ff], residual_deviation)).into(),
+            up: Matrix::from(init.matrix([width, config.d_model], deviation)).into(),
+            up_bias: config.feed_forward_bias.then(|| init.zeros(width)),
+            down: Matrix::from(init.matrix([config.d_model, d_ff], residual_deviation)).into(),
             down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
             activation: config.activation,
             residual_multiplier: config.residual_multiplier,
@@ -42,15 +42,8 @@ impl<B: Backend> FeedForward<B> {
 
     /// The residual stream `x` `[rows, d_model]` plus the layer's output; `pre_norm` is applied to
     /// its input, if given.
-    pub(crate) fn add_to(
-        &self,
-        x: Tensor<B, 2>,
-        pre_norm: Option<&Norm<B>>,
-        pass: &Pass<B>,
-        layer: usize,
-    ) -> Tensor<B, 2> {
+    pub(crate) fn add_to(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, dropout: Option<Dropout>) -> Tensor<B, 2> {
         let [up_bias, down_bias] = [&self.up_bias, &self.down_bias].map(|bias| bias.as_ref().map(Param::val));
-        let dropout = pass.dropout(layer, Site::FeedForwardOutput);
         if self.up.adapter.is_some() || self.down.adapter.is_some() || self.residual_multiplier != 1.0 {
             let hidden = self.up.activated(x.clone(), pre_norm, up_bias, self.activation);
             let (hidden, down_bias) = scaled(hidden, down_bias, self.residual_multiplier);

@@ -28,6 +28,9 @@ fn cannot<T>(what: impl std::fmt::Display) -> Result<T, ConfigError> {
 /// Names the setting that GGUF cannot express.
 pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described, ConfigError> {
     let c = config;
+    if c.experts > 0 {
+        return cannot(format!("experts is {}: a mixture of experts", c.experts));
+    }
     let architecture = match family {
         Family::Gpt2 => Architecture::Gpt2,
         Family::Llama | Family::Mistral => Architecture::Llama,
@@ -39,7 +42,7 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         Family::Phi3 => Architecture::Phi3,
         Family::Granite => Architecture::Granite,
         Family::SmolLm3 => Architecture::SmolLm3,
-        Family::Bert | Family::ModernBert | Family::Fireclay => {
+        _ => {
             return Err(ConfigError(format!(
                 "model_type is '{}'; export supports gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, olmo2, \
                  olmo3, phi3, granite and smollm3",

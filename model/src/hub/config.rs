@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::family::{FAMILIES, Family};
 use super::fields::{Fields, activation_name, write_scaling};
 use super::quantization::Quantization;
-use super::{descendants, modernbert};
+use super::{descendants, experts, modernbert};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 
 /// The key of `config.json` for settings that the hub's format lacks.
@@ -78,6 +78,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
         }
         Family::Fireclay => json!({}),
         Family::ModernBert => modernbert::write(c),
+        _ if family.has_experts() => experts::write(family, c),
         _ => descendants::write(family, c),
     };
     let mut written = Map::new();
@@ -171,6 +172,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         }
         Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => read_llama(&fields, family)?,
         Family::ModernBert => modernbert::read(&fields)?,
+        _ if family.has_experts() => experts::read(&fields, family)?,
         _ => descendants::read(&fields, family)?,
     };
     read.init_deviation = fields.number_or("initializer_range", 0.02)?;

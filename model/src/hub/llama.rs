@@ -1,5 +1,6 @@
 //! Tensor names of Llama and its descendants.
 
+use super::experts;
 use super::family::Family;
 use super::tensor::{HubTensor, split_qkv, whole};
 use crate::config::TransformerConfig;
@@ -49,6 +50,9 @@ pub(super) fn block(
     path: &str,
 ) -> Option<Vec<HubTensor>> {
     let at = |name: &str| format!("model.layers.{layer}.{name}");
+    if let Some(field) = field.strip_prefix("feed_forward.experts.") {
+        return experts::tensors(family, config, &at(""), field, path);
+    }
     let kind = if field.ends_with("bias") { "bias" } else { "weight" };
     let name = match field {
         "attention.qkv" if family == Family::Phi3 => "self_attn.qkv_proj.weight".into(),
@@ -60,11 +64,13 @@ pub(super) fn block(
         "feed_forward.up" | "feed_forward.up_bias" if config.gated => {
             let rows =
                 |rows, name: &str| HubTensor { rows: Some(rows), ..whole(at(&format!("mlp.{name}.{kind}")), path) };
-            let d_ff = config.d_ff;
+            // Of models with experts, these are the dense layers.
+            let d_ff = config.dense_d_ff.unwrap_or(config.d_ff);
             return Some(vec![rows(0..d_ff, "gate_proj"), rows(d_ff..2 * d_ff, "up_proj")]);
         }
         "feed_forward.up" | "feed_forward.up_bias" => format!("mlp.up_proj.{kind}"),
         "feed_forward.down" | "feed_forward.down_bias" => format!("mlp.down_proj.{kind}"),
+        "attention.sinks" if family == Family::GptOss => "self_attn.sinks".into(),
         "attention.output" | "attention.output_bias" => format!("self_attn.o_proj.{kind}"),
         _ => norm(family, field)?.into(),
     };

@@ -3,6 +3,7 @@
 mod bert;
 mod config;
 mod descendants;
+mod experts;
 mod family;
 mod fields;
 mod gpt2;

@@ -13,8 +13,11 @@ pub(crate) struct HubTensor {
     pub(crate) rows: Option<std::ops::Range<usize>>,
     /// Whether it is stored `[d_input, d_output]`.
     pub(crate) transposed: bool,
-    /// Rows per head, if the rows of its halves are interleaved.
+    /// Rows per head, or per stacked matrix, if the rows of its halves are interleaved.
     pub(crate) interleaved: Option<usize>,
+    /// The number of matrices, or vectors, that it stacks along an axis of its own, if it does:
+    /// `[stacked, rows, columns]`. Each is stored `[columns, rows]` if it is transposed.
+    pub(crate) stacked: Option<usize>,
     /// What is added to stored values: one for norms whose weights are stored less one.
     pub(crate) offset: f32,
 }
@@ -24,7 +27,7 @@ pub(crate) const OPTIONAL_PREFIXES: [&str; 3] = ["transformer.", "bert.", "model
 
 /// A tensor for the whole parameter at `path`.
 pub(crate) fn whole(name: String, path: &str) -> HubTensor {
-    HubTensor { name, path: path.into(), rows: None, transposed: false, interleaved: None, offset: 0.0 }
+    HubTensor { name, path: path.into(), rows: None, transposed: false, interleaved: None, stacked: None, offset: 0.0 }
 }
 
 /// Separate tensors for queries, keys and values.
