@@ -6,7 +6,7 @@ use std::time::Instant;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
 use fireclay_kernels::{Backend, Download, Format, MultiStep, SampledRow, SampledRows, Sampling, download_int};
-use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
+use fireclay_model::{PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
 use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
@@ -46,7 +46,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
         let ceilings =
             Ceilings::measure::<B>(&self.options.device, self.options.peak, self.options.products(), &device)?;
         for name in sizes {
-            let Drawn { model, bytes, dtype } = Drawn::<B>::new(&name, &self.options, &device)?;
+            let Drawn { model, bytes, expert_bytes, dtype } = Drawn::<B>::new(&name, &self.options, &device)?;
             let config = model.config();
             let batches = match self.options.batch {
                 Some(batch) => vec![batch],
@@ -72,8 +72,10 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
                         _ => format!("B={batch_size}{at} {case}"),
                     };
                     let measured = Measurement::new(what, case, "tokens/s", values);
-                    // Each weight is read once per step; the copy reads and writes.
-                    let floor = bytes as f64 / ceilings.bytes_per_second;
+                    // Each weight is read once per step, of experts only those that the batch is
+                    // expected to choose; the copy reads and writes.
+                    let unread = expert_bytes as f64 * (1.0 - chosen_share(config, batch_size));
+                    let floor = (bytes as f64 - unread) / ceilings.bytes_per_second;
                     let share = floor * measured.value / batch_size as f64;
                     (self.show)(measured.of(share, "a copy's speed, by the weights alone"))?;
                 }
@@ -93,11 +95,19 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
     }
 }
 
+/// The share of the experts that a batch of tokens is expected to choose, if all are as probable.
+fn chosen_share(config: &TransformerConfig, batch_size: usize) -> f64 {
+    let share = config.experts_per_token as f64 / config.experts.max(1) as f64;
+    1.0 - (1.0 - share).powi(batch_size as i32)
+}
+
 /// A named decoder with random weights.
 pub(super) struct Drawn<B: Backend> {
     pub(super) model: Transformer<B>,
     /// Bytes of weights read per step.
     bytes: usize,
+    /// Those of all experts among them.
+    expert_bytes: usize,
     /// The dtype's name.
     pub(super) dtype: String,
 }
@@ -111,26 +121,29 @@ impl<B: Backend> Drawn<B> {
             None => FloatDType::F32,
         };
         let mut cast = Cast { dtype, bytes: 0 };
-        let model = config.init::<B>(1, device)?.map(&mut cast).with_activations(dtype);
+        let mut model = config.init_in::<B>(1, dtype, device)?.map(&mut cast).with_activations(dtype);
+        let expert_bytes = model.matrix_bytes(|path| path.contains(".experts.")) as usize;
         let model = model.with_f32_products(options.products());
         // Of a separate embedding table, a step reads one row.
         let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
         let bytes = cast.bytes - table * model.embedding.val().dtype().size();
         let int8 = options.precision == Some(Precision::Int8);
-        let (model, bytes, dtype) = if int8 {
+        let (model, bytes, expert_bytes, dtype) = if int8 {
             // One byte per weight, and four per row for its scale, which is at most a hundredth of
             // that.
             let model = model
                 .with_quantized_matrices(Format::Int8)
                 .map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
-            (model, bytes / DType::from(dtype).size(), Precision::Int8.name().to_string())
+            let size = DType::from(dtype).size();
+            (model, bytes / size, expert_bytes / size, Precision::Int8.name().to_string())
         } else {
-            (model, bytes, format!("{dtype:?}").to_lowercase())
+            (model, bytes, expert_bytes, format!("{dtype:?}").to_lowercase())
         };
         Ok(match options.cache {
-            CachePrecision::Auto => Self { model, bytes, dtype },
+            CachePrecision::Auto => Self { model, bytes, expert_bytes, dtype },
             CachePrecision::Int8 => {
-                Self { model: model.with_int8_cache(), bytes, dtype: format!("{dtype}, cache int8") }
+                let dtype = format!("{dtype}, cache int8");
+                Self { model: model.with_int8_cache(), bytes, expert_bytes, dtype }
             }
         })
     }

@@ -3,14 +3,15 @@
 
 use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{
-    ActivateBackward, ActivateForward, Checked, EmbedBackward, FeedForwardBackward, FeedForwardForward,
-    HeadLossForward, LinearBackward, NormBackward, NormForward, QkvAttentionBackward, QkvAttentionForward,
+    ActivateBackward, ActivateForward, Checked, EmbedBackward, ExpertsBackward, ExpertsForward, FeedForwardBackward,
+    FeedForwardForward, HeadLossForward, LinearBackward, NormBackward, NormForward, QkvAttentionBackward,
+    QkvAttentionForward,
 };
 use fireclay_kernels::{
-    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
+    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer,
     FeedForwardLayer, HeadLossOptions, HeadLossWanted, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow,
-    SampledRows, Sampling, Wanted, Weight, dropout, embed, head_sample, linear, linear_add, norm_gate_up,
-    optimizer_step, qkv_attention, qkv_rotary, recorder,
+    SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample, linear, linear_add,
+    norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -32,6 +33,8 @@ struct Scale {
     products: &'static [[usize; 3]],
     /// `[batch_size, heads, seq_length, head_dim]` of causal attention.
     attention: &'static [[usize; 4]],
+    /// `[tokens, d_model, d_ff, n_experts, experts_per_token]` of mixtures.
+    mixtures: &'static [[usize; 5]],
 }
 
 /// A GPU's: those of GPT-2 124M at 16 sequences of 1,024 tokens.
@@ -56,6 +59,7 @@ const GPU: Scale = Scale {
         [3072, 16384, 768],
     ],
     attention: &[[16, 12, 1024, 64], [64, 12, 1024, 64], [4, 16, 4096, 128], [1, 16, 16384, 128]],
+    mixtures: &[[16_384, 2048, 768, 128, 8], [65_536, 768, 1536, 16, 2], [32, 2048, 768, 128, 8]],
 };
 
 /// For a CPU.
@@ -69,6 +73,7 @@ const CPU: Scale = Scale {
     parameters: 10_000_000,
     products: &[[1024, 1024, 1024], [1024, 384, 1536]],
     attention: &[[4, 6, 256, 64]],
+    mixtures: &[[1024, 384, 256, 16, 2]],
 };
 
 /// All operations in one dtype; `show` receives each case when measured.
@@ -95,6 +100,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for KernelBench<S> 
         let mut bench = Bench::<B, S> { device, dtype, name, ceilings, repeats: self.options.repeats, show: self.show };
         bench.rows(scale)?;
         bench.products(scale)?;
+        bench.mixtures(scale)?;
         bench.heads(scale)?;
         bench.vocabulary(scale)?;
         bench.parameters(scale)?;
@@ -201,6 +207,60 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         }
         let kept = Dropout { probability: 0.1, key: RandomKey::new(1) };
         self.moves("dropout", case(), 2 * once, || dropout(x.clone(), kept))
+    }
+
+    /// Mixtures of experts with random routing, and dense products of as many multiplications.
+    fn mixtures(&mut self, scale: &Scale) -> Result<(), Failure> {
+        let dtype = self.name;
+        for [tokens, d_model, d_ff, n_experts, k] in scale.mixtures {
+            let case = || format!("{tokens}x{d_model}x{d_ff}, {k} of {n_experts}");
+            let slots = tokens * k;
+            let (x, up) = (self.random([*tokens, *d_model]), self.random([n_experts * 2 * d_ff, *d_model]));
+            let (down, grad) = (self.random([n_experts * d_model, *d_ff]), self.random([*tokens, *d_model]));
+            let chosen = choose_experts(self.random([*tokens, *n_experts]), *k);
+            let weights = self.random([*tokens, *k]).cast(DType::F32);
+            let layer = ExpertsLayer {
+                up: Weight::Float(up),
+                up_bias: None,
+                activation: Activation::gated(ActivationKind::Silu),
+                limit: None,
+                down: Weight::Float(down),
+                down_bias: None,
+            };
+            let flops = 2.0 * (slots * d_model * 3 * d_ff) as f64;
+            let (rows, one) = (self.random([slots, *d_model]), self.random([2 * d_ff, *d_model]));
+            let product = 2.0 * (slots * d_model * 2 * d_ff) as f64;
+            self.computes(&format!("gemm {dtype}"), format!("{slots}x{d_model}x{}", 2 * d_ff), product, || {
+                linear(rows.clone(), one.clone(), None)
+            })?;
+            let operands = |keeps: bool| ExpertsForward {
+                x: x.clone(),
+                chosen: chosen.clone(),
+                weights: weights.clone(),
+                layer: layer.clone(),
+                keeps,
+            };
+            self.computes(&format!("experts {dtype}"), case(), flops, || {
+                B::experts_forward(Checked::new(operands(false))).output
+            })?;
+            if *tokens < 1024 {
+                continue;
+            }
+            let inner = B::experts_forward(Checked::new(operands(true))).inner.expect("what is to be saved");
+            self.computes(&format!("experts backward {dtype}"), case(), 2.0 * flops, || {
+                B::experts_backward(Checked::new(ExpertsBackward {
+                    grad: grad.clone(),
+                    x: x.clone(),
+                    chosen: chosen.clone(),
+                    weights: weights.clone(),
+                    inner: inner.clone(),
+                    layer: layer.clone(),
+                    wanted: [Wanted::ALL; 2],
+                    sums: [None, None],
+                }))
+            })?;
+        }
+        Ok(())
     }
 
     /// Matrix products, alone and in a feed-forward layer.

@@ -7,12 +7,29 @@ use crate::failure::Failure;
 use crate::recipe::Recipe;
 
 /// Sizes of `bench train`; other parts of a recipe's name are fixed.
-pub const TRAINERS: [&str; 7] =
-    ["gpt2-124m", "shakespeare-char", "llama-1b", "intent-slot", "cpu-4x128", "cpu-6x384", "cpu-6x256"];
+pub const TRAINERS: [&str; 8] = [
+    "gpt2-124m",
+    "gpt2-124m-experts",
+    "shakespeare-char",
+    "llama-1b",
+    "intent-slot",
+    "cpu-4x128",
+    "cpu-6x384",
+    "cpu-6x256",
+];
 
 /// Sizes of `bench decode`.
-pub const DECODERS: [&str; 7] =
-    ["qwen3-0.6b", "llama-15m", "gpt2-124m", "llama-1b", "qwen2.5-0.5b", "llama-8b", "qwen3-4b"];
+pub const DECODERS: [&str; 9] = [
+    "qwen3-0.6b",
+    "qwen3-30b-a3b",
+    "gpt-oss-20b",
+    "llama-15m",
+    "gpt2-124m",
+    "llama-1b",
+    "qwen2.5-0.5b",
+    "llama-8b",
+    "qwen3-4b",
+];
 
 /// Training of a language model.
 pub(super) struct TrainSize {
@@ -27,6 +44,14 @@ pub(super) struct TrainSize {
 pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
     let (recipe, settings, vocab_size, what, label): (_, &[(&str, &str)], _, _, _) = match name {
         "gpt2-124m" => ("gpt2-124m", &[("accumulation", "1")], 50_304, "train gpt2-124m", ""),
+        // As many parameters take part in a token as in the dense model.
+        "gpt2-124m-experts" => (
+            "gpt2-124m",
+            &[("accumulation", "1"), ("experts", "16"), ("experts_per_token", "2"), ("d_ff", "1536")],
+            50_304,
+            "train gpt2-124m",
+            "2 of 16 experts",
+        ),
         "shakespeare-char" => ("shakespeare-char-gpu", &[("precision", "bf16")], 65, "train step", "char 6x384"),
         "llama-1b" => (
             "llama-15m",
@@ -78,6 +103,14 @@ pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Fai
         "qwen3-0.6b" => {
             let config = TransformerConfig::qwen3(151_936, 32_768, 1024, 28, 16, 128);
             Ok((config.with_n_kv_heads(8).with_d_ff(3072).with_tied_embeddings(true), FloatDType::BF16))
+        }
+        "qwen3-30b-a3b" => {
+            let config = TransformerConfig::qwen3_moe(151_936, 32_768, 2048, 48, 32, 128);
+            Ok((config.with_n_kv_heads(4).with_d_ff(768), FloatDType::BF16))
+        }
+        "gpt-oss-20b" => {
+            let config = TransformerConfig::gpt_oss(201_088, 32_768, 2880, 24, 64, 128);
+            Ok((config.with_n_kv_heads(8).with_head_dim(64), FloatDType::BF16))
         }
         "llama-15m" => Ok((TransformerConfig::llama(32_000, 1024, 288, 6, 6).with_d_ff(768), FloatDType::F32)),
         "gpt2-124m" => Ok((TransformerConfig::gpt2(50_257, 1024, 768, 12, 12), FloatDType::BF16)),

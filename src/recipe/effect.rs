@@ -40,6 +40,10 @@ impl Recipe {
             ("data", "field" | "corpora" | "holdout_by" | "resize_embedding") => {
                 (matches!(self.task, Language | Masked), "text (task language or masked)")
             }
+            ("training", "balance_loss" | "router_z_loss") => (
+                self.init.is_some() || self.has_experts(),
+                "a mixture of experts (model.experts and model.experts_per_token)",
+            ),
             ("training", "masked") => (self.task == Masked, "hidden tokens (task masked)"),
             ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
             ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
@@ -76,6 +80,11 @@ mod tests {
             ("chat-lora", &[("tokenizer", "char")], "data.tokenizer"),
             ("chat-lora", &[("sample_tokens", "8")], "training.sample_tokens"),
             ("chat-lora", &[("beta", "0.2")], "preference.beta has no effect: it needs preference pairs"),
+            (
+                "stories",
+                &[("balance_loss", "0.1")],
+                "training.balance_loss has no effect: it needs a mixture of experts",
+            ),
             ("stories", &[("intent_weight", "0.5")], "training.intent_weight"),
             ("stories", &[("bpe_size", "300")], "data.bpe_size has no effect: it needs data.tokenizer=bpe"),
             ("stories", &[("decay_steps", "3")], "training.decay_steps"),

@@ -38,6 +38,13 @@ impl Recipe {
                 let head_dim = shape.1 / n_heads;
                 TransformerConfig::qwen3(vocab_size, shape.0, shape.1, n_layers, n_heads, head_dim)
             }
+            "mixtral" => TransformerConfig::mixtral(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "qwen3_moe" => {
+                let head_dim = shape.1 / n_heads;
+                TransformerConfig::qwen3_moe(vocab_size, shape.0, shape.1, n_layers, n_heads, head_dim)
+            }
+            "olmoe" => TransformerConfig::olmoe(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "gpt_oss" => TransformerConfig::gpt_oss(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
             "gemma2" => TransformerConfig::gemma2(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
             "gemma3" => TransformerConfig::gemma3(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
             "olmo2" => TransformerConfig::olmo2(vocab_size, shape.0, shape.1, n_layers, n_heads),
@@ -45,7 +52,8 @@ impl Recipe {
             "bert" => TransformerConfig::bert(vocab_size, shape.0, shape.1, n_layers, n_heads),
             "modernbert" => TransformerConfig::modernbert(vocab_size, shape.0, shape.1, n_layers, n_heads, window),
             other => {
-                let known = "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, bert, modernbert";
+                let known = "gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, olmo2, olmoe, \
+                             gpt_oss, smollm3, bert, modernbert";
                 return Err(usage(format!("model.family '{other}' is unknown; known: {known}")));
             }
         };
@@ -68,6 +76,15 @@ impl Recipe {
         self.suits_rows(&config)?;
         config.validate().map_err(|error| usage(error.to_string()))?;
         Ok(config)
+    }
+
+    /// Whether the recipe's own model is a mixture of experts.
+    pub(super) fn has_experts(&self) -> bool {
+        let is_mixture = |family: &str| ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"].contains(&family);
+        match self.model.get("experts") {
+            Some(experts) => experts.as_integer() != Some(0),
+            None => self.model.get("family").and_then(Value::as_str).is_some_and(is_mixture),
+        }
     }
 
     /// Refuses a shape that does not suit the task or its sequence length.

@@ -205,6 +205,10 @@ pub struct TrainingRecipe {
     pub max_grad_norm: f64,
     /// Label smoothing in training.
     pub label_smoothing: f64,
+    /// Factor on the load-balancing loss of each layer of experts.
+    pub balance_loss: f64,
+    /// Factor on the z-loss of their routers.
+    pub router_z_loss: f64,
     /// Share of the tokens that are hidden and predicted, in the task masked.
     pub masked: f64,
     /// Weight of the intent loss relative to the tag loss.
@@ -267,6 +271,8 @@ impl Default for TrainingRecipe {
             weight_decay: 0.1,
             max_grad_norm: 1.0,
             label_smoothing: 0.0,
+            balance_loss: 0.01,
+            router_z_loss: 0.001,
             masked: 0.3,
             intent_weight: 1.0,
             split_words: 0.0,
@@ -349,6 +355,8 @@ impl Recipe {
             ("weight_decay", training.weight_decay),
             ("max_grad_norm", training.max_grad_norm),
             ("intent_weight", training.intent_weight),
+            ("balance_loss", training.balance_loss),
+            ("router_z_loss", training.router_z_loss),
             ("peak_tflops", training.peak_tflops),
         ];
         if let Some((name, value)) = numbers.into_iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {

@@ -7,6 +7,7 @@ use crate::failure::Failure;
 use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
+use crate::training::expert_balance::ExpertBalance;
 
 /// An event of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +28,8 @@ pub enum Event {
         tokens_per_second: f64,
         /// Rewards of preference pairs.
         rewards: Option<Rewards>,
+        /// How evenly tokens were distributed over experts.
+        experts: Option<ExpertBalance>,
         /// Memory at the last of the steps that were read together.
         memory: Option<MemoryUse>,
     },
@@ -92,6 +95,7 @@ impl Event {
                 gradient_norm,
                 tokens_per_second,
                 rewards,
+                experts,
                 memory,
             } => {
                 let mut line = json!({ "event": "train", "step": step, "loss": loss });
@@ -100,6 +104,9 @@ impl Event {
                 line["gradient_norm"] = json!(gradient_norm);
                 line["tokens_per_second"] = json!(tokens_per_second);
                 add_rewards(&mut line, *rewards);
+                for (name, value) in (*experts).into_iter().flat_map(ExpertBalance::named) {
+                    line[name] = json!(value);
+                }
                 if let Some(device) = memory.and_then(|memory| memory.device) {
                     line["device_memory"] = json!({ "in_use": device.in_use, "reserved": device.reserved });
                 }

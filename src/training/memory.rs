@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use burn::backend::Autodiff;
 use fireclay_kernels::Backend;
 use fireclay_kernels::notices::{Level, notice};
-use fireclay_model::{Transformer, trained_parameters};
+use fireclay_model::{LayerConfig, Transformer, trained_parameters};
 
 use crate::recipe::schema::Recipe;
 use crate::recipe::tuning::{AdapterKind, BaseKind};
@@ -64,13 +64,25 @@ impl MemoryEstimate {
 
         let bytes = burn::tensor::DType::from(model.activations()).size() as f64;
         let adapted = training.adapter == AdapterKind::Lora;
-        let (d_model, qkv, up) = (config.d_model as f64, config.qkv_width() as f64, config.up_width() as f64);
-        let (heads, d_ff) = ((config.n_heads * config.head_dim) as f64, config.d_ff as f64);
+        let (d_model, qkv) = (config.d_model as f64, config.qkv_width() as f64);
+        let heads = (config.n_heads * config.head_dim) as f64;
         // The residual stream and its norm, twice; packed heads, apart where they have norms;
         // attention's output; the feed-forward layer before and after its activation, in one
         // operation without adapters.
         let placed = if config.qk_norm { 3.0 } else { 1.0 };
-        let feed_forward = if adapted { up + 2.0 * d_ff } else { up + d_ff };
+        let of_layer = |layer: &LayerConfig| {
+            let gate = if layer.activation.gated { 2.0 } else { 1.0 };
+            let dense = |d_ff: usize, adapted: bool| (gate + if adapted { 2.0 } else { 1.0 }) * d_ff as f64;
+            match layer.experts {
+                None => dense(layer.d_ff, adapted),
+                // What the activations of a token's experts get, besides the input of all.
+                Some(own) => {
+                    let of_experts = own.experts_per_token as f64 * gate * layer.d_ff as f64;
+                    d_model + of_experts + dense(own.shared_d_ff, adapted)
+                }
+            }
+        };
+        let feed_forward = config.layers().map(|layer| of_layer(&layer)).sum::<f64>() / config.n_layers as f64;
         let block = bytes * (4.0 * d_model + placed * qkv + heads + feed_forward);
         let layers = config.n_layers as f64;
         let rows = training.batch_size.div_ceil(ranks.max(1)) as f64;

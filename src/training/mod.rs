@@ -4,6 +4,7 @@ mod batches;
 mod chart;
 pub mod checkpoint;
 pub mod events;
+pub mod expert_balance;
 mod follower;
 pub mod loaded;
 mod memory;

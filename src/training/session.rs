@@ -227,7 +227,7 @@ impl<B: Backend> Session<B> {
         let mut lines = String::new();
         let count = pending.len();
         for (at, (output, figures)) in pending.iter().zip(read).enumerate() {
-            let StepFigures { loss, gradient_norm, rewards } = figures;
+            let StepFigures { loss, gradient_norm, rewards, experts } = figures;
             let learning_rate = output.learning_rate;
             if !loss.is_finite() || !gradient_norm.is_finite() {
                 return Err(self.diverged(output.step, loss, gradient_norm, learning_rate));
@@ -243,6 +243,7 @@ impl<B: Backend> Session<B> {
                 gradient_norm,
                 tokens_per_second,
                 rewards,
+                experts,
                 memory,
             };
             sink.tell(&event)?;

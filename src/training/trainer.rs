@@ -10,7 +10,9 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, Collective, Format, RandomKey, backward, compile_ahead};
-use fireclay_model::{AdapterSaver, Family, LoraConfig, ModelFolder, Transformer, trained_parameters};
+use fireclay_model::{
+    AdapterSaver, Family, LoraConfig, ModelFolder, RouterLosses, Routing, Transformer, trained_parameters,
+};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
@@ -20,6 +22,7 @@ use crate::tasks::counts::TargetCounts;
 use crate::tasks::resolve::InitialModel;
 use crate::tasks::{Batch, ClassificationReport, Rewards, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
+use crate::training::expert_balance::{ExpertBalance, ExpertLayers};
 use crate::training::memory::MemoryEstimate;
 use crate::training::optim::{Optimizer, ParameterGradients, Settings, Sharding};
 use crate::training::parallel::{Command, Ranks};
@@ -57,8 +60,10 @@ pub struct StepOutput<B: Backend> {
     pub learning_rate: f64,
     /// Number of targets, of all ranks.
     pub tokens: usize,
-    /// `[1]`, or with rewards `[5]`.
+    /// The loss, then rewards and what routers record, if any.
     figures: Tensor<B, 1>,
+    /// The layers with experts, of whose routers there are figures.
+    experts: Option<ExpertLayers>,
     gradient_norm: Tensor<B, 1>,
 }
 
@@ -71,6 +76,8 @@ pub struct StepFigures {
     pub gradient_norm: f64,
     /// Rewards of preference pairs.
     pub rewards: Option<Rewards>,
+    /// How evenly tokens were distributed over experts.
+    pub experts: Option<ExpertBalance>,
 }
 
 impl<B: Backend> StepOutput<B> {
@@ -97,12 +104,14 @@ pub fn read_steps<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<(f64, f64)>
 /// If the device fails.
 pub fn read_figures<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<StepFigures>, Failure> {
     let Some(first) = steps.first() else { return Ok(Vec::new()) };
-    let count = first.figures.dims()[0];
+    let (count, layers) = (first.figures.dims()[0], first.experts);
+    let routed = count - layers.map_or(0, ExpertLayers::count);
     let all = steps.iter().flat_map(|step| [step.figures.clone(), step.gradient_norm.clone()]);
     let of_step = |figures: &[f64]| StepFigures {
         loss: figures[0],
         gradient_norm: figures[count],
-        rewards: Rewards::of(&figures[1..count]),
+        rewards: Rewards::of(&figures[1..routed]),
+        experts: layers.and_then(|layers| layers.balance(&figures[routed..count])),
     };
     Ok(read_scalars(all.collect())?.chunks_exact(count + 1).map(of_step).collect())
 }
@@ -339,6 +348,7 @@ impl<B: Backend> Trainer<B> {
             });
         }
         self.model.set_dropout(None);
+        self.model.set_router_losses(None);
 
         note_memory::<B>(&mut self.peak_memory, &self.device);
         let learning_rate = self.recipe.schedule().learning_rate(self.step);
@@ -353,7 +363,9 @@ impl<B: Backend> Trainer<B> {
         };
         let _in_optimizer = part("optimizer");
         let zeros = |count: usize| Tensor::zeros([count], &self.device);
-        let count = if self.reference.is_some() { 1 + Rewards::COUNT } else { 1 };
+        let experts = self.expert_layers();
+        let count =
+            1 + if self.reference.is_some() { Rewards::COUNT } else { 0 } + experts.map_or(0, ExpertLayers::count);
         let figures = figures.unwrap_or_else(|| zeros(count));
         // Where no rank has a row there is nothing to learn; where others have, they need this
         // one's zeros.
@@ -371,25 +383,39 @@ impl<B: Backend> Trainer<B> {
             }
         };
         self.step += 1;
-        StepOutput { step: self.step - 1, learning_rate, tokens, figures, gradient_norm }
+        StepOutput { step: self.step - 1, learning_rate, tokens, figures, experts, gradient_norm }
     }
 
-    /// The loss of a part of a batch with targets `whole`, and rewards where there are any, scaled
-    /// so that those of all parts sum to the batch's mean, and its gradients, added to those of
-    /// `earlier` parts.
+    /// The layers of the model with experts, if any.
+    fn expert_layers(&self) -> Option<ExpertLayers> {
+        let config = self.model.config();
+        let layers = config.layers().filter(|layer| layer.experts.is_some()).count();
+        (layers > 0).then_some(ExpertLayers { layers, experts: config.experts })
+    }
+
+    /// The loss of a part of a batch with targets `whole`, and rewards and routers' figures where
+    /// there are any, scaled so that those of all parts sum to the batch's mean, and its gradients,
+    /// added to those of `earlier` parts.
     fn forward_backward(
         &mut self,
         part: &Batch,
         whole: TargetCounts,
         earlier: Option<Gradients<B>>,
     ) -> (Tensor<B, 1>, Gradients<B>) {
-        let mut checkpoints = None;
+        let (training, (share, _)) = (&self.recipe.training, part.counts().shares(whole));
+        let losses = RouterLosses { balance: share * training.balance_loss, z: share * training.router_z_loss };
+        self.model.set_router_losses(Some(losses));
+        let (mut checkpoints, mut routing) = (None, None);
         let models = (&self.model, self.reference.as_ref());
         let forward = |tokens| match self.recipe.training.checkpoint_activations {
-            0 => self.model.forward(tokens),
+            0 => {
+                let (hidden, routed) = self.model.forward_routed(tokens);
+                routing = routed;
+                hidden
+            }
             every => {
-                let (hidden, kept) = self.model.forward_with_checkpoints(tokens, every);
-                checkpoints = Some(kept);
+                let (hidden, mut kept) = self.model.forward_with_checkpoints(tokens, every);
+                (routing, checkpoints) = (kept.take_routing(), Some(kept));
                 hidden
             }
         };
@@ -402,11 +428,16 @@ impl<B: Backend> Trainer<B> {
             }
             None => backward(loss.clone(), earlier),
         };
-        let loss = loss.inner();
-        match rewards {
-            Some(rewards) => (Tensor::cat(vec![loss, rewards.inner()], 0), gradients),
-            None => (loss, gradients),
+        let mut figures = vec![loss.inner()];
+        figures.extend(rewards.map(Tensor::inner));
+        if let Some(Routing { balance, z, loads }) = routing {
+            let loads = loads.inner();
+            let count = loads.dims().iter().product::<usize>();
+            figures.extend([balance, z].map(|loss| loss.inner().mul_scalar(share)));
+            figures.push(loads.reshape([count]));
         }
+        let figures = if figures.len() == 1 { figures.remove(0) } else { Tensor::cat(figures, 0) };
+        (figures, gradients)
     }
 
     /// Tracks peak device memory from here on, after each forward pass and before each update. The

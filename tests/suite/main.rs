@@ -14,6 +14,7 @@ mod compare;
 mod configs;
 mod data;
 mod decoding;
+mod experts;
 mod export;
 mod families;
 mod fine_tuning;

@@ -8,6 +8,7 @@ use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};
+use crate::training::expert_balance::ExpertBalance;
 
 /// Time of the second line, and the factor between intervals, up to [`LONGEST`].
 const FIRST: Duration = Duration::from_secs(2);
@@ -43,6 +44,12 @@ fn shown_rewards(rewards: Option<Rewards>) -> String {
     })
 }
 
+fn shown_loads(experts: Option<ExpertBalance>) -> String {
+    experts.map_or(String::new(), |ExpertBalance { least_load, most_load, .. }| {
+        format!("  expert loads {least_load:.2}-{most_load:.2}")
+    })
+}
+
 impl Sink for Lines {
     fn tell(&mut self, event: &Event) -> Result<(), Failure> {
         let steps = self.steps;
@@ -51,7 +58,15 @@ impl Sink for Lines {
             |perplexity: Option<f64>| perplexity.map_or(String::new(), |value| format!("  perplexity {value:.2}"));
         match *event {
             Event::Trained {
-                step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, rewards, ..
+                step,
+                loss,
+                perplexity,
+                learning_rate,
+                gradient_norm,
+                tokens_per_second,
+                rewards,
+                experts,
+                ..
             } => {
                 let (begun, first) = *self.begun.get_or_insert((Instant::now(), step));
                 if !self.is_due(step, begun.elapsed()) {
@@ -64,9 +79,9 @@ impl Sink for Lines {
                         format!("  {} left", duration(each * (steps - step.min(steps)) as f64))
                     }
                 };
-                let (perplexity, rewards) = (shown(perplexity), shown_rewards(rewards));
+                let (perplexity, rewards, loads) = (shown(perplexity), shown_rewards(rewards), shown_loads(experts));
                 eprintln!(
-                    "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}{rewards}  learning rate \
+                    "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}{rewards}{loads}  learning rate \
                      {learning_rate:.2e}  gradient norm {gradient_norm:.2}  {tokens_per_second:.0} tokens/s{left}"
                 );
             }

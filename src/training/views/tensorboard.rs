@@ -18,6 +18,7 @@ use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 use crate::training::events::{Event, Sink};
+use crate::training::expert_balance::ExpertBalance;
 
 /// A file of scalars.
 pub(super) struct EventFile {
@@ -69,6 +70,7 @@ impl Sink for EventFile {
                 gradient_norm,
                 tokens_per_second,
                 rewards,
+                experts,
                 memory: Some(memory),
                 ..
             } => {
@@ -81,6 +83,7 @@ impl Sink for EventFile {
                 scalars.extend(memory.device.map(|device| ("memory/device", device.in_use as f64)));
                 scalars.extend(memory.host.map(|host| ("memory/host", host as f64)));
                 scalars.extend(rewards.into_iter().flat_map(Rewards::named));
+                scalars.extend(experts.into_iter().flat_map(ExpertBalance::named));
                 self.scalars(step, &scalars)
             }
             Event::Validated { step, validation: Validation { loss, scores, rewards, answer_accuracy }, .. } => {

@@ -63,6 +63,7 @@ impl MetricsRendererTraining for Dashboard {
                 gradient_norm: self.metric(&["gradient norm"]).unwrap_or(none),
                 tokens_per_second: self.metric(&["tokens/s", "iterationspeed", "iteration speed"]).unwrap_or(none),
                 rewards: None,
+                experts: None,
                 memory: None,
             });
         }

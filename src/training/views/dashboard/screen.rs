@@ -247,6 +247,7 @@ mod tests {
                 gradient_norm: 0.5,
                 tokens_per_second: 123_456.0,
                 rewards: None,
+                experts: None,
                 memory: Some(MemoryUse { device: None, host: Some(512_000_000) }),
             });
         }
