@@ -511,10 +511,13 @@ impl<B: Backend> Scheduler<B> {
         }
         self.slide()?;
         let prefills = self.plan()?;
-        let decoding: Vec<usize> = (0..self.running.len()).filter(|at| self.decodes(&self.running[*at])).collect();
+        let decoding = self.decoding();
         let first_tokens = decoding.iter().all(|at| self.running[*at].drawn_at.is_none());
         if !prefills.is_empty() || !decoding.is_empty() {
             self.pass(model, &decoding, &prefills);
+        }
+        if !prefills.is_empty() {
+            self.prepare_multi_step();
         }
         // A complete sequence blocks its slot until its tokens are read.
         let complete = self.running.iter().any(|sequence| sequence.is_complete());
