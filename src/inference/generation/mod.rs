@@ -15,8 +15,8 @@ use fireclay_model::{PAGE_TOKENS, Transformer};
 use self::scheduler::{Finish, OutputToken, Request, RequestOutput, Scheduler, SchedulerOptions, kept_tokens};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
-use crate::inference::language_model::LanguageModel;
-use crate::model_folder::{ModelSource, assert_known, gguf_ends};
+use crate::inference::language_model::{LanguageModel, adapted};
+use crate::model_folder::{ModelSource, assert_known, gguf_ends, tokenizer};
 use crate::precision::{CachePrecision, Precision};
 
 /// Stop tokens by name, where the tokenizer has them.
@@ -181,9 +181,24 @@ impl<B: Backend> Generator<B> {
     /// precision.
     pub fn open(model: impl Into<ModelSource>, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         let source = model.into();
-        let LanguageModel { model, tokenizer } = LanguageModel::open(&source, precision, &device)?;
+        Self::of(LanguageModel::open(&source, precision, &device)?, source.text(), device)
+    }
+
+    /// The same weights with the adapter of `source` next to them.
+    ///
+    /// # Errors
+    /// If the adapter is missing or damaged, does not fit, or changes more than linear layers.
+    pub(crate) fn with_adapter(&self, source: &ModelSource) -> Result<Self, Failure> {
+        let model = adapted(&self.model, source)?;
+        let tokenizer = tokenizer(source.text())?;
+        Self::of(LanguageModel { model, tokenizer }, source.text(), self.device.clone())
+    }
+
+    /// A model with the stop tokens that a folder configures.
+    fn of(model: LanguageModel<B>, folder: &Path, device: B::Device) -> Result<Self, Failure> {
+        let LanguageModel { model, tokenizer } = model;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
-        let stop_tokens = named.chain(configured_ends(source.text())?).collect();
+        let stop_tokens = named.chain(configured_ends(folder)?).collect();
         Ok(Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device })
     }
 
@@ -298,6 +313,22 @@ impl<B: Backend> Generator<B> {
         if B::downloads_at_once() { CUDA_STEP_TOKENS } else { STEP_TOKENS }
     }
 
+    /// The tokens in a cache for sequences of up to these lengths, of which `rows` run at a time;
+    /// fewer where that takes more than 4 GiB.
+    pub fn cache_tokens(&self, rows: usize, lengths: impl Iterator<Item = usize>) -> usize {
+        let config = self.model.config();
+        let token = config.n_kv_heads * self.model.cache_dtype().head_bytes(config.head_dim);
+        let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
+        let lengths: Vec<usize> = lengths.map(|length| self.paged(length)).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        lengths.iter().sum::<usize>().min(rows * longest).min(most).max(longest)
+    }
+
+    /// The tokens in the pages of a sequence, of which the last is partly filled.
+    fn paged(&self, length: usize) -> usize {
+        length.min(self.model.config().context_length).next_multiple_of(PAGE_TOKENS)
+    }
+
     /// [`scheduler`](Self::scheduler) with `rows` concurrent sequences, `step_tokens` tokens per
     /// step and, if given, this cache size in tokens.
     pub fn scheduler_of(
@@ -307,15 +338,9 @@ impl<B: Backend> Generator<B> {
         lengths: impl Iterator<Item = usize>,
         cache_tokens: Option<usize>,
     ) -> Scheduler<B> {
-        let config = self.model.config();
-        let token = config.n_kv_heads * self.model.cache_dtype().head_bytes(config.head_dim);
-        let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
-        // The last page of each is partly filled.
-        let lengths = lengths.map(|length| length.min(config.context_length).next_multiple_of(PAGE_TOKENS));
         let lengths: Vec<usize> = lengths.collect();
-        let longest = lengths.iter().copied().max().unwrap_or(1);
-        let suits = lengths.iter().sum::<usize>().min(rows * longest).min(most);
-        let cache_tokens = cache_tokens.unwrap_or(suits).max(longest);
+        let longest = lengths.iter().map(|length| self.paged(*length)).max().unwrap_or(1);
+        let cache_tokens = cache_tokens.unwrap_or_else(|| self.cache_tokens(rows, lengths.into_iter())).max(longest);
         let options = SchedulerOptions { rows, step_tokens, cache_tokens };
         Scheduler::new(&self.model, options, self.device.clone())
     }
