@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes families.json and families.safetensors: small models of families, and what transformers computes with them; and
-experts.json and experts.safetensors, the same of families of mixtures of experts.
+"""Writes families.json and families.safetensors: small models of families, and what transformers
+computes with them; and experts.json and experts.safetensors, the same of mixtures of experts.
 
     pip install torch transformers safetensors numpy
     python3 tests/golden/families.py                 # or: families.py OUTPUT_FOLDER [families|experts]
@@ -134,35 +134,45 @@ def cases():
 
 
 def expert_cases():
-    """The same for families of mixtures of experts. An expert is chosen by a lead in its score, too."""
+    """The same for families of mixtures of experts."""
     small = dict(num_hidden_layers=2, intermediate_size=14)
-    yield "mixtral", BASE | small | dict(num_local_experts=5, num_experts_per_tok=2, rope_theta=500.0, sliding_window=6)
+    rotary = lambda theta: {"rope_type": "default", "rope_theta": theta}
+    yield "mixtral", BASE | small | dict(
+        num_local_experts=5, num_experts_per_tok=2, rope_theta=500.0, sliding_window=6,
+    )
     yield "mixtral", OTHER | small | dict(
-        num_local_experts=3, num_experts_per_tok=1, head_dim=6, rope_parameters={"rope_type": "default", "rope_theta": 90.0},
-        tie_word_embeddings=True, rms_norm_eps=1e-3, router_aux_loss_coef=0.02, output_router_logits=False, router_jitter_noise=0.0,
+        num_local_experts=3, num_experts_per_tok=1, head_dim=6, rope_parameters=rotary(90.0),
+        tie_word_embeddings=True, rms_norm_eps=1e-3, router_aux_loss_coef=0.02,
+        output_router_logits=False, router_jitter_noise=0.0,
     )
     yield "qwen3_moe", BASE | small | dict(
-        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=11, norm_topk_prob=True, head_dim=10, rope_theta=300.0,
-        decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False, sliding_window=None, max_window_layers=2,
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=11, norm_topk_prob=True,
+        head_dim=10, rope_theta=300.0, decoder_sparse_step=1, mlp_only_layers=[],
+        use_sliding_window=False, sliding_window=None, max_window_layers=2,
     )
     yield "qwen3_moe", OTHER | small | dict(
-        num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=9, norm_topk_prob=False, head_dim=6,
-        decoder_sparse_step=2, mlp_only_layers=[3], attention_bias=True, use_sliding_window=True, sliding_window=5,
+        num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=9,
+        norm_topk_prob=False, head_dim=6, decoder_sparse_step=2, mlp_only_layers=[3],
+        attention_bias=True, use_sliding_window=True, sliding_window=5,
     )
-    yield "olmoe", BASE | small | dict(num_key_value_heads=3, num_experts=7, num_experts_per_tok=3, norm_topk_prob=False, clip_qkv=0.6)
+    yield "olmoe", BASE | small | dict(
+        num_key_value_heads=3, num_experts=7, num_experts_per_tok=3, norm_topk_prob=False,
+        clip_qkv=0.6,
+    )
     yield "olmoe", OTHER | small | dict(
-        num_attention_heads=2, num_experts=4, num_experts_per_tok=4, norm_topk_prob=True, clip_qkv=None, attention_bias=True,
-        rope_theta=200.0,
+        num_attention_heads=2, num_experts=4, num_experts_per_tok=4, norm_topk_prob=True,
+        clip_qkv=None, attention_bias=True, rope_theta=200.0,
     )
     yield "gpt_oss", BASE | small | dict(
-        head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=5, layer_types=[SLIDING, FULL], swiglu_limit=0.3,
-        hidden_act="silu", experts_per_token=2, initial_context_length=24, attention_bias=True, rope_theta=150.0,
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                      "original_max_position_embeddings": 24},
+        head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=5,
+        layer_types=[SLIDING, FULL], swiglu_limit=0.3, hidden_act="silu", experts_per_token=2,
+        initial_context_length=24, attention_bias=True, rope_theta=150.0,
+        rope_scaling=YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     )
     yield "gpt_oss", OTHER | small | dict(
-        num_hidden_layers=3, head_dim=6, num_local_experts=3, num_experts_per_tok=3, sliding_window=3, attention_bias=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 80.0}, tie_word_embeddings=True,
+        num_hidden_layers=3, head_dim=6, num_local_experts=3, num_experts_per_tok=3,
+        sliding_window=3, attention_bias=False, rope_parameters=rotary(80.0),
+        tie_word_embeddings=True,
     )
 
 
@@ -198,7 +208,8 @@ def on_hub(family, name, tensor):
 
 def named(model, family, of=lambda parameter: parameter.data):
     """What `of` makes of each parameter, by the names of checkpoints."""
-    return {key: own for name, parameter in model.named_parameters() for key, own in on_hub(family, name, of(parameter)).items()}
+    each = (on_hub(family, name, of(parameter)) for name, parameter in model.named_parameters())
+    return {key: own for tensors in each for key, own in tensors.items()}
 
 
 def fill(model, family):
