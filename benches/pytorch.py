@@ -5,6 +5,7 @@
     fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"
                                                                 # prefill:16384 for --length 16384
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py kernels"
+    fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py experts"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
 
 Needs `pip install torch`. On a GPU training is bf16 under autocast with torch.compile, decoding
@@ -54,32 +55,78 @@ def seconds(work, repeats=5 if GPU else 20):
     return statistics.median(run(calls) for _ in range(repeats))
 
 
-class GptBlock(nn.Module):
-    def __init__(self, d_model, n_heads, dropout):
+def sorted_slots(chosen, n_experts):
+    """The slots of tokens' choices in the order of their experts, and the end of each expert's."""
+    flat = chosen.flatten()
+    ends = torch.bincount(flat, minlength=n_experts).cumsum(0).to(torch.int32)
+    return flat.argsort(stable=True), ends
+
+
+def grouped(x, weight, ends):
+    """Rows of each expert times its matrix `[n_experts, d_input, d_output]`."""
+    return torch._grouped_mm(x.to(BF16), weight.to(BF16), offs=ends)
+
+
+class Mixture(nn.Module):
+    """Experts with biases, as GPT-2's layers have, with torch._grouped_mm."""
+
+    def __init__(self, d_model, d_ff, n_experts, k):
         super().__init__()
-        self.n_heads, self.dropout = n_heads, dropout
-        self.norm_1, self.norm_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.qkv, self.project = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
-        self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+        self.n_experts, self.k = n_experts, k
+        self.router = nn.Linear(d_model, n_experts, bias=False)
+        self.up, self.down = (
+            nn.Parameter(torch.empty(n_experts, *shape)) for shape in [(d_model, d_ff), (d_ff, d_model)]
+        )
+        self.up_bias, self.down_bias = (nn.Parameter(torch.zeros(n_experts, size)) for size in (d_ff, d_model))
 
     def forward(self, x):
+        rows = x.flatten(0, -2)
+        with torch.autocast(DEVICE, enabled=False):
+            logits = F.linear(rows.float(), self.router.weight.float())
+        best, chosen = logits.topk(self.k, -1)
+        weights = best.softmax(-1).flatten()
+        order, ends = sorted_slots(chosen, self.n_experts)
+        own = chosen.flatten()[order]
+        hidden = F.gelu(grouped(rows[order // self.k], self.up, ends) + self.up_bias[own], approximate="tanh")
+        output = (grouped(hidden, self.down, ends) + self.down_bias[own]) * weights[order, None]
+        output = torch.zeros(len(rows), x.shape[-1], device=x.device).index_add_(0, order // self.k, output.float())
+        share = torch.bincount(chosen.flatten(), minlength=self.n_experts) / chosen.numel()
+        balance = self.n_experts * (share * logits.softmax(-1).mean(0)).sum()
+        return output.view_as(x), 0.01 * balance + 0.001 * logits.logsumexp(-1).square().mean()
+
+
+class GptBlock(nn.Module):
+    def __init__(self, d_model, n_heads, dropout, experts=None):
+        super().__init__()
+        self.n_heads, self.dropout = n_heads, dropout
+        self.mixture = Mixture(d_model, *experts) if experts else None
+        self.norm_1, self.norm_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.qkv, self.project = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        if not experts:
+            self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+
+    def forward(self, x):
+        """The residual stream, and the losses of a router."""
         heads = [
             part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
         ]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=self.dropout)
         x = x + F.dropout(self.project(attended.transpose(1, 2).flatten(-2)), self.dropout)
+        if self.mixture:
+            output, loss = self.mixture(self.norm_2(x))
+            return x + F.dropout(output, self.dropout), loss
         hidden = F.gelu(self.up(self.norm_2(x)), approximate="tanh")
-        return x + F.dropout(self.down(hidden), self.dropout)
+        return x + F.dropout(self.down(hidden), self.dropout), 0.0
 
 
 class Gpt(nn.Module):
     """GPT-2 with tied embeddings; its forward pass gives the loss."""
 
-    def __init__(self, vocab_size, seq_length, d_model, n_layers, n_heads, dropout):
+    def __init__(self, vocab_size, seq_length, d_model, n_layers, n_heads, dropout, experts=None):
         super().__init__()
         self.dropout = dropout
         self.embed, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_length, d_model)
-        self.blocks = nn.ModuleList(GptBlock(d_model, n_heads, dropout) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(GptBlock(d_model, n_heads, dropout, experts) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -87,15 +134,24 @@ class Gpt(nn.Module):
 
     def forward(self, ids, targets):
         x = F.dropout(self.embed(ids) + self.positions.weight[: ids.shape[1]], self.dropout)
+        losses = 0.0
         for block in self.blocks:
-            x = block(x)
+            x, loss = block(x)
+            losses = losses + loss
         logits = F.linear(self.norm(x), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + losses
 
 
-# What is measured, its case, batch, and the model: vocabulary, sequence, d_model, layers, heads, dropout.
+# What is measured, its case, batch, and the model: vocabulary, sequence, d_model, layers, heads, dropout;
+# of experts their width and number, and how many a token has.
 TRAINING = {
     "gpt2-124m": ("train gpt2-124m", "", 16, (50_304, 1024, 768, 12, 12, 0.0)),
+    "gpt2-124m-experts": (
+        "train gpt2-124m",
+        "2 of 16 experts ",
+        16,
+        (50_304, 1024, 768, 12, 12, 0.0, (1536, 16, 2)),
+    ),
     "shakespeare-char": ("train step", "char 6x384 ", 64, (65, 256, 384, 6, 6, 0.2)),
     "cpu-4x128": ("train", "4 layers of 128 ", 12, (65, 64, 128, 4, 4, 0.0)),
     "cpu-6x384": ("train", "6 layers of 384 ", 8, (65, 256, 384, 6, 6, 0.0)),
@@ -277,7 +333,32 @@ def kernels():
         show(what, f"compile B={batch}", 1e6 * seconds(lambda: sample(hidden)), "us")
 
 
-PARTS = {"decode": decode, "prefill": prefill, "kernels": kernels}
+def experts():
+    """Gated experts with random routing, in steps as a user composes them, and the first product alone."""
+    for tokens, d_model, d_ff, n_experts, k in [(16_384, 2048, 768, 128, 8), (65_536, 768, 1536, 16, 2)]:
+        x = torch.randn(tokens, d_model, device=DEVICE, dtype=BF16)
+        up = torch.randn(n_experts, d_model, 2 * d_ff, device=DEVICE, dtype=BF16)
+        down = torch.randn(n_experts, d_ff, d_model, device=DEVICE, dtype=BF16)
+        chosen = torch.rand(tokens, n_experts, device=DEVICE).topk(k).indices
+        weights = torch.rand(tokens * k, device=DEVICE, dtype=BF16)
+
+        @torch.compile
+        def forward(x):
+            order, ends = sorted_slots(chosen, n_experts)
+            gate, other = grouped(x[order // k], up, ends).chunk(2, -1)
+            output = grouped(F.silu(gate) * other, down, ends) * weights[order, None]
+            return torch.zeros_like(x).index_add_(0, order // k, output)
+
+        case = f"{tokens}x{d_model}x{d_ff}, {k} of {n_experts}"
+        tflop = 2e-12 * tokens * k * d_model * 3 * d_ff
+        show("experts bf16", f"compile {case}", tflop / seconds(lambda: forward(x)), "TFLOP/s")
+        order, ends = sorted_slots(chosen, n_experts)
+        rows = x[order // k]
+        product = seconds(lambda: grouped(rows, up, ends))
+        show("grouped product bf16", f"_grouped_mm {case}", tflop / 1.5 / product, "TFLOP/s")
+
+
+PARTS = {"decode": decode, "prefill": prefill, "kernels": kernels, "experts": experts}
 
 
 def main():
