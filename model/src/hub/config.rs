@@ -267,6 +267,26 @@ mod tests {
                     .with_layer_windows(vec![5, 0]),
                 Family::Mistral,
             ),
+            (TransformerConfig::mixtral(61, 32, 24, 2, 4).with_sliding_window(Some(5)), Family::Mixtral),
+            (llama.clone().with_experts(8).with_experts_per_token(2).with_d_ff(20), Family::Mixtral),
+            (
+                TransformerConfig::qwen3_moe(61, 32, 24, 4, 4, 8)
+                    .with_dense_layers(vec![0, 3])
+                    .with_dense_d_ff(Some(40))
+                    .with_router_normalized(false),
+                Family::Qwen3Moe,
+            ),
+            (TransformerConfig::olmoe(61, 32, 24, 2, 4).with_qkv_clip(Some(8.0)), Family::Olmoe),
+            (TransformerConfig::gpt_oss(61, 32, 24, 3, 4, 5).with_n_kv_heads(2), Family::GptOss),
+            (
+                TransformerConfig::gpt_oss(61, 32, 24, 2, 4, 5)
+                    .with_positions(Positions::Rotary { base: 15e4, scaling: yarn.clone() })
+                    .with_layer_windows(vec![0, 7])
+                    .with_expert_limit(Some(3.5)),
+                Family::GptOss,
+            ),
+            (TransformerConfig::mixtral(61, 32, 24, 2, 4).with_shared_d_ff(8), Family::Fireclay),
+            (TransformerConfig::gpt2(61, 32, 24, 2, 3).with_experts(4).with_experts_per_token(1), Family::Fireclay),
             (TransformerConfig::gemma2(61, 32, 24, 3, 4, 5), Family::Gemma2),
             (
                 TransformerConfig::gemma2(61, 32, 24, 3, 4, 5)
