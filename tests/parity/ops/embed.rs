@@ -55,7 +55,7 @@ backend_test!(embed_matches_the_reference::<B>(device) {
                 x + plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32)
             },
         );
-        let first = tokens.clone().slice([0..1]).expand([batch_size, seq_length]);
+        let first = tokens.clone().narrow(0, 0, 1).expand([batch_size, seq_length]);
         for (kind, tokens) in [("transposed", tokens.clone().transpose()), ("repeated", first)] {
             assert_parity(
                 &format!("{name} {kind}"),
