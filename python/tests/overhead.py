@@ -3,8 +3,8 @@
     python overhead.py FIRECLAY BACKEND FOLDER TOKENS STEPS [KEY=VALUE ...]
 
 Creates a model of the recipe `stories` with these settings in FOLDER. Compares the tokens per second of `generate` with
-those of `fireclay generate` over TOKENS tokens, and of `Trainer.step` with those of `fireclay train` over STEPS steps:
-alternating runs, medians of five. Each should last more than a second; shorter ones measure the machine's mood.
+those of `fireclay generate` over TOKENS tokens, and of `Trainer.step` with those of `fireclay train` over STEPS steps
+after a warm-up: alternating runs, medians of five. Each should last more than a second; build both in release.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from typing import Any
 
 import fireclay
 
-PROMPT, TURNS, READ_EVERY = "There was once", 5, 100
+PROMPT, TURNS, WARM_UP, READ_EVERY = "There was once", 5, 100, 100
 
 
-def command(program: str, *arguments: str) -> dict[str, Any]:
+def command(program: str, *arguments: str) -> list[dict[str, Any]]:
     lines = subprocess.run([program, *arguments, "--json"], capture_output=True, text=True, check=True).stdout
-    last: dict[str, Any] = json.loads(lines.splitlines()[-1])
-    return last
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def rate_of(lines: list[dict[str, Any]]) -> float:
+    """The harmonic mean of the steps' rates after the warm-up: every step has as many tokens."""
+    steps = [line for line in lines if line["event"] == "train" and line["step"] > WARM_UP]
+    seconds: float = sum(1 / step["tokens_per_second"] for step in steps)
+    return len(steps) / seconds
 
 
 def main() -> None:
@@ -60,7 +66,7 @@ def main() -> None:
             "--seed",
             "1",
             *common,
-        )
+        )[-1]
         rates["command"].append(theirs["decode_tokens_per_second"])
         begun = time.perf_counter()
         ours = model.generate(PROMPT, max_tokens=count, seed=1, details=True)
@@ -68,17 +74,19 @@ def main() -> None:
         rates["generate"].append(ours.decode_tokens_per_second)
         rates["call"].append(100 * (seconds - ours.prefill_seconds - ours.decode_seconds) / seconds)
     model.close()
-    run = ["train", "stories", "--steps", str(steps), "--set", "context_length=512", "--set", "valid_every=100000"]
+    run = ["train", "stories", "--steps", str(WARM_UP + steps), "--set", "context_length=512", "--set", "valid_every=100000"]
     run += ["--set", "valid_tokens=500", "--set", "final_valid_tokens=500", "--set", "checkpoint_every=100000"]
     run += [word for setting in settings for word in ("--set", setting)]
     for _ in range(TURNS):
         shutil.rmtree(folder / "run", ignore_errors=True)
-        theirs = command(program, *run, *common, "--out", str(folder / "run"))
-        rates["train"].append(theirs["tokens_per_second"])
+        lines = command(program, *run, *common, "--out", str(folder / "run"))
+        rates["train"].append(rate_of(lines))
         with fireclay.Trainer("stories", context_length=512, **numbers) as trainer:
-            float(trainer.step())
+            for _ in range(WARM_UP):
+                step = trainer.step()
+            float(step)
             begun, tokens = time.perf_counter(), 0
-            for number in range(steps - 1):
+            for number in range(steps):
                 step = trainer.step()
                 tokens += step.tokens
                 # `fireclay train` reads losses at intervals, too.

@@ -151,15 +151,20 @@ pub struct Generated {
     pub prefill: Duration,
     /// Time of decoding, after the first token.
     pub decode: Duration,
+    /// The part of `decode` until the first decoded tokens were read, and their number. In a new
+    /// process it includes compiling and loading kernels.
+    pub warm_up: (Duration, usize),
 }
 
 impl Generated {
-    /// Tokens per second after the first; zero if there is only one.
+    /// Tokens per second after the warm-up, or after the first token if nothing follows the
+    /// warm-up; zero if there is only one token.
     pub fn decode_tokens_per_second(&self) -> f64 {
-        match self.tokens.len() {
-            0 | 1 => 0.0,
-            tokens => (tokens - 1) as f64 / self.decode.as_secs_f64().max(1e-9),
-        }
+        let decoded = self.tokens.len().saturating_sub(1);
+        let (warm_up, tokens) = self.warm_up;
+        let (time, tokens) =
+            if decoded > tokens { (self.decode - warm_up, decoded - tokens) } else { (self.decode, decoded) };
+        if tokens == 0 { 0.0 } else { tokens as f64 / time.as_secs_f64().max(1e-9) }
     }
 }
 
@@ -493,12 +498,15 @@ struct Text<'a> {
     /// Times of the first and the last token.
     first: Duration,
     last: Duration,
+    /// Time of the first decoded tokens after the first token, and their number.
+    warm_up: Option<(Duration, usize)>,
 }
 
 impl<'a> Text<'a> {
     fn new(prompt: &Prepared, writer: Writer<'a>) -> Self {
         let (first, last) = (Duration::ZERO, Duration::ZERO);
-        Self { prompt_tokens: prompt.tokens.len(), writer, tokens: Vec::new(), known: 0, complete: false, first, last }
+        let (prompt_tokens, tokens) = (prompt.tokens.len(), Vec::new());
+        Self { prompt_tokens, writer, tokens, known: 0, complete: false, first, last, warm_up: None }
     }
 
     /// Adds tokens, until the sequence is complete.
@@ -517,6 +525,9 @@ impl<'a> Text<'a> {
             self.complete = ends || self.writer.push(*token, &mut show)?;
         }
         self.known = self.tokens.len();
+        if self.known > 1 {
+            self.warm_up.get_or_insert((self.last - self.first, self.known - 1));
+        }
         match written.finish {
             Some(Finish::NotANumber) => return Err(self.not_a_number()),
             finish => self.complete |= finish.is_some(),
@@ -533,8 +544,9 @@ impl<'a> Text<'a> {
     }
 
     fn finish(self, mut show: impl FnMut(&str)) -> Generated {
-        let Self { prompt_tokens, writer, tokens, first, last, .. } = self;
-        Generated { text: writer.finish(&mut show), tokens, prompt_tokens, prefill: first, decode: last - first }
+        let Self { prompt_tokens, writer, tokens, first, last, warm_up, .. } = self;
+        let (text, warm_up) = (writer.finish(&mut show), warm_up.unwrap_or_default());
+        Generated { text, tokens, prompt_tokens, prefill: first, decode: last - first, warm_up }
     }
 }
 
@@ -686,5 +698,27 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
             0 => Ok(()),
             _ => Err(Failure::new(format!("{refused} of {} prompts failed", self.prompts.len()))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_decode_step_does_not_count_as_speed() {
+        let generated = |tokens: usize, decode: u64, warm_up: (u64, usize)| Generated {
+            text: String::new(),
+            tokens: vec![0; tokens],
+            prompt_tokens: 3,
+            prefill: Duration::from_secs(1),
+            decode: Duration::from_secs(decode),
+            warm_up: (Duration::from_secs(warm_up.0), warm_up.1),
+        };
+        // Eight tokens in 20 s, then 400 in 4 s.
+        assert_eq!(generated(409, 24, (20, 8)).decode_tokens_per_second(), 100.0);
+        // Nothing follows the first step.
+        assert_eq!(generated(9, 4, (4, 8)).decode_tokens_per_second(), 2.0);
+        assert_eq!(generated(1, 0, (0, 0)).decode_tokens_per_second(), 0.0);
     }
 }
