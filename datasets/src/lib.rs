@@ -11,11 +11,14 @@
 //! ```
 
 mod batch;
+mod by_length;
 pub mod conversations;
 mod corpus;
 mod embedded;
 mod error;
 mod inputs;
+mod labelled;
+mod labelled_batch;
 mod labels;
 mod pieces;
 mod random;
@@ -25,6 +28,7 @@ mod spans;
 mod text_stream;
 mod token_files;
 mod tokenizer;
+mod truncation;
 mod utterance;
 mod utterance_batch;
 mod vocabulary;
@@ -35,6 +39,8 @@ pub use corpus::{BatchKey, Corpus, Split, StoryCorpus, TextCorpus};
 pub use embedded::stories::{Story, StoryGrammar};
 pub use error::DataError;
 pub use inputs::Inputs;
+pub use labelled::{LabelledText, LabelledTexts};
+pub use labelled_batch::{DeviceTexts, EncodedTexts, LabelledBatch};
 pub use labels::Labels;
 pub use pieces::PieceTokenizer;
 pub use range_encoder::RangeEncoder;

@@ -37,9 +37,17 @@ impl PieceTokenizer {
     /// # Errors
     /// If the special tokens and letters alone exceed `vocab_size`.
     pub fn train(utterances: &[Utterance], vocab_size: usize) -> Result<Self, DataError> {
+        Self::train_on(utterances.iter().flat_map(|utterance| &utterance.words).map(String::as_str), vocab_size)
+    }
+
+    /// [`train`](Self::train) on words of any source.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn train_on<'a>(all: impl Iterator<Item = &'a str>, vocab_size: usize) -> Result<Self, DataError> {
         let speller = word_pieces(&SPECIAL.map(str::to_owned))?;
         let mut words = BTreeMap::<&str, u64>::new();
-        for word in utterances.iter().flat_map(|utterance| &utterance.words) {
+        for word in all {
             *words.entry(word).or_default() += 1;
         }
         let mut parts = BTreeMap::<String, u64>::new();
@@ -89,6 +97,11 @@ impl PieceTokenizer {
         let (cls, unknown) = (needed("[CLS]")?, needed("[UNK]")?);
         let (sep, pad) = (tokenizer.token_id("[SEP]"), tokenizer.token_id("[PAD]").unwrap_or(0));
         Ok(Self { tokenizer, unknown, cls, sep, pad })
+    }
+
+    /// The tokenizer, which puts text between `[CLS]` and `[SEP]`.
+    pub fn into_tokenizer(self) -> Tokenizer {
+        self.tokenizer
     }
 
     /// The id of `[UNK]`.

@@ -8,6 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 use crate::batch::IGNORED_TARGET;
+use crate::by_length;
 use crate::corpus::BatchKey;
 use crate::error::DataError;
 use crate::labels::Labels;
@@ -139,9 +140,6 @@ pub struct Variation {
     /// Of masking a word with `[UNK]`, so that the model learns to use its context.
     pub hide_words: f64,
 }
-
-/// Batches per pool, within which rows are sorted by length.
-const POOL: usize = 32;
 
 /// Added to the seed of augmentation, so that it differs from that of the order.
 const WITHIN_ROWS: u64 = 1 << 63;
@@ -307,19 +305,10 @@ impl EncodedUtterances {
         order.chunks(batch_size.max(1)).map(batch).collect()
     }
 
-    /// The batches of an epoch: utterances shuffled, sorted by length within pools, and batches
-    /// shuffled.
+    /// The batches of an epoch.
     fn order(&self, seed: u64, epoch: u64, batch_size: usize) -> Vec<Vec<usize>> {
-        let mut rng = Generator::new(seed, epoch, 0);
-        let mut order: Vec<usize> = (0..self.rows.len()).collect();
-        shuffle(&mut order, &mut rng);
-        for pool in order.chunks_mut(batch_size.saturating_mul(POOL)) {
-            pool.sort_by_key(|index| self.rows[*index].length);
-        }
-        let mut batches: Vec<Vec<usize>> = order.chunks(batch_size).map(<[usize]>::to_vec).collect();
-        let full = self.rows.len() / batch_size;
-        shuffle(&mut batches[..full], &mut rng);
-        batches
+        let lengths: Vec<usize> = self.rows.iter().map(|row| row.length).collect();
+        by_length::epoch(&lengths, seed, epoch, batch_size)
     }
 
     /// Pieces and targets of an unchanged utterance.
@@ -394,13 +383,6 @@ fn value_spans(words: &[(usize, i32)]) -> Vec<Range<usize>> {
         }
     }
     spans
-}
-
-/// Shuffles items.
-fn shuffle<T>(items: &mut [T], rng: &mut Generator) {
-    for at in (1..items.len()).rev() {
-        items.swap(at, rng.below(at + 1));
-    }
 }
 
 #[cfg(test)]

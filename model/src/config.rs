@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use fireclay_kernels::{ActivationKind, NormKind};
 
+use crate::classifier_config::ClassifierConfig;
 use crate::mixture::RouterScores;
 use crate::rotary::RotaryScaling;
 
@@ -198,6 +199,9 @@ pub struct TransformerConfig {
     /// Number of tags of an encoder's head; 0 for no head.
     #[serde(default)]
     pub tags: usize,
+    /// The head of a sequence classifier.
+    #[serde(default)]
+    pub classifier: Option<ClassifierConfig>,
 }
 
 fn yes() -> bool {
@@ -317,6 +321,8 @@ impl TransformerConfig {
         with_intents: intents, usize;
         /// With a head for this many tags.
         with_tags: tags, usize;
+        /// With this head for sequences; see [`with_labels`](Self::with_labels).
+        with_classifier: classifier, Option<ClassifierConfig>;
     }
 
     /// Checks that the config can be built. Errors name the contradicting fields.
@@ -421,12 +427,23 @@ impl TransformerConfig {
                 self.tags > 0 && self.attention == AttentionDirection::Causal,
                 "tags are set, but attention is causal: a tag depends on what follows its word".into(),
             ),
+            (
+                self.classifier.is_some() && self.attention == AttentionDirection::Causal,
+                "classifier is set, but attention is causal: it belongs to encoders".into(),
+            ),
+            (
+                self.classifier.is_some() && self.tags > 0,
+                "classifier and tags are both set: an encoder has one of these heads".into(),
+            ),
         ];
         if let Some((_, message)) = contradictions.into_iter().find(|(wrong, _)| *wrong) {
             return Err(ConfigError(message));
         }
         if let Some(message) = self.wrong_mixture() {
             return Err(ConfigError(message));
+        }
+        if let Some(contradiction) = self.classifier.as_ref().and_then(ClassifierConfig::contradiction) {
+            return Err(ConfigError(contradiction));
         }
         if self.sliding_window == Some(0) {
             return Err(ConfigError("sliding_window must be at least 1, or left out".into()));

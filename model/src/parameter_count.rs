@@ -7,8 +7,8 @@ use crate::layer::LayerConfig;
 
 impl TransformerConfig {
     /// FLOP per token in training, forward and backward, in rows of `seq_length`: six per parameter
-    /// of a product that the token takes part in, and those of attention, half of which a causal mask skips (Chowdhery et al.,
-    /// 2022).
+    /// of a product that the token takes part in, and those of attention, half of which a causal
+    /// mask skips (Chowdhery et al., 2022).
     pub fn training_flops(&self, seq_length: usize) -> f64 {
         let looked_up = if self.tied_embeddings { 0 } else { self.vocab_size * self.d_model };
         let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
@@ -45,6 +45,7 @@ impl TransformerConfig {
             - usize::from(!self.first_norm) * norm
             + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
             + self.d_model * (self.intents + self.tags)
+            + self.classifier.as_ref().map_or(0, |classifier| classifier.parameter_count(self.d_model, self.norm_bias))
             + positions
     }
 }

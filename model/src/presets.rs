@@ -64,6 +64,7 @@ impl TransformerConfig {
             residual_scaling: true,
             intents: 0,
             tags: 0,
+            classifier: None,
         }
     }
 

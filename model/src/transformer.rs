@@ -17,6 +17,7 @@ use fireclay_kernels::{
 
 use crate::block::Block;
 use crate::cache::{Cache, RowId, Weights};
+use crate::classifier::ClassifierHead;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::feed_forward::{Dense, Projection, RouterLosses, Routing, RoutingRecord};
 use crate::heads::UtteranceHeads;
@@ -44,6 +45,8 @@ pub struct Transformer<B: Backend> {
     pub head: Option<Matrix<B>>,
     /// Heads for utterances, if it is such an encoder.
     pub heads: Option<UtteranceHeads<B>>,
+    /// The head for sequences, if it is a classifier.
+    pub classifier: Option<ClassifierHead<B>>,
     #[module(skip)]
     config: TransformerConfig,
     /// `0..context_length`, so that a pass need not upload it.
@@ -204,6 +207,7 @@ impl TransformerConfig {
             final_norm: (self.norm_placement != NormPlacement::Post).then(|| norm(init)),
             head: head.map(Matrix::from),
             heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
+            classifier: self.classifier.as_ref().map(|settings| ClassifierHead::new(self, settings, init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
             rotary_cos,
@@ -243,6 +247,9 @@ impl<B: Backend> Transformer<B> {
         self.f32_products = products;
         if let Some(heads) = &mut self.heads {
             heads.f32_products = products;
+        }
+        if let Some(classifier) = &mut self.classifier {
+            classifier.f32_products = products;
         }
         self
     }
@@ -395,6 +402,19 @@ impl<B: Backend> Transformer<B> {
     /// are 0. `None`, as initially, computes none of it. Without effect on models without experts.
     pub fn set_router_losses(&mut self, losses: Option<RouterLosses>) {
         self.router_losses = losses;
+    }
+
+    /// The logits of a sequence classifier, f32 `[batch_size, labels]`, of hidden states
+    /// `[batch_size, seq_length, d_model]` of rows of `lengths` tokens, `[batch_size]`; without
+    /// lengths all tokens count. `None` if the model has no such head.
+    pub fn classify(&self, hidden: Tensor<B, 3>, lengths: Option<Tensor<B, 1, Int>>) -> Option<Tensor<B, 2>> {
+        let head = self.classifier.as_ref()?;
+        let (probability, [_, seq_length, _]) = (head.settings().dropout, hidden.dims());
+        // One row per sequence, and not per token.
+        let first = self.tokens_before / seq_length.max(1);
+        let key = self.dropout_key.filter(|_| probability > 0.0);
+        let dropped = key.map(|key| Dropout { probability, key: key.fold(0x636c_6173).from_row(first) });
+        Some(head.logits(hidden, lengths, dropped))
     }
 
     /// A cache for `tokens` tokens in any number of rows. It consists of pages, and the last page

@@ -20,6 +20,7 @@ use fireclay_kernels::packed::StoredCodes;
 use fireclay_kernels::{Backend, Format, HostWeight, QuantizedWeight, upload, upload_pieces};
 
 use crate::adapter::{LoraFiles, ModuleUpdate};
+use crate::classifier::ClassifierHead;
 use crate::config::{ConfigError, TransformerConfig};
 use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
@@ -211,7 +212,7 @@ impl ModelFolder {
     }
 
     /// The files of a folder, each quantized matrix under its own name.
-    fn tensor_files(&self) -> Result<TensorFiles, WeightsError> {
+    pub(crate) fn tensor_files(&self) -> Result<TensorFiles, WeightsError> {
         let mut files = TensorFiles::open(&self.path)?;
         // A folder of tensors alone may have no config.
         if self.path.join(CONFIG).exists()
@@ -256,9 +257,9 @@ impl ModelFolder {
         self.read(family, &config, None, dtype.into().into(), progress, device)
     }
 
-    /// Reads the model as one of `config`, which may differ from the folder's in its heads for
-    /// utterances and in its dropout, its matrices as `dtype`. Without `heads`, those for
-    /// utterances are drawn from `seed`.
+    /// Reads the model as one of `config`, which may differ from the folder's in its heads and
+    /// in its dropout, its matrices as `dtype`. Without `heads`, those for utterances are drawn
+    /// from `seed`, and so is the one for sequences, except for what an encoder pretrained of it.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -311,6 +312,11 @@ impl ModelFolder {
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
         }
+        if let (Some(seed), Some(settings)) = (fresh_heads, &config.classifier) {
+            let mut head = ClassifierHead::new(config, settings, &mut Initializer::new(seed, device));
+            self.read_pretrained_head(&mut head, family, config)?;
+            model.classifier = Some(head);
+        }
         Ok(model)
     }
 
@@ -342,6 +348,7 @@ impl ModelFolder {
         let mut model = blank.map_err(|error| self.wrong_config(error))?;
         if fresh_heads {
             model.heads = None;
+            model.classifier = None;
         }
         let parts = self.parts(&files, names, &config, &model)?;
         Ok(Plan { files, config, model, parts })
@@ -554,7 +561,10 @@ pub(crate) struct Plan<B: Backend> {
 
 /// The stored tensor of a name, under which it may be with or without the prefix that some
 /// checkpoints have.
-fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Option<(&'a String, &'a StoredTensor)> {
+pub(crate) fn stored_as<'a>(
+    stored: &'a BTreeMap<String, StoredTensor>,
+    name: &str,
+) -> Option<(&'a String, &'a StoredTensor)> {
     let bare = OPTIONAL_PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
     let prefixed = || OPTIONAL_PREFIXES.iter().find_map(|prefix| stored.get_key_value(&format!("{prefix}{name}")));
     let found = stored.get_key_value(name).or_else(|| stored.get_key_value(bare?)).or_else(prefixed);

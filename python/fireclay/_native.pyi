@@ -85,8 +85,10 @@ class Span:
 
 @final
 class Prediction:
-    """Intent and slots of an utterance."""
+    """Intent and slots of an utterance, or the label of a text from a classifier."""
 
+    @property
+    def label(self) -> str | None: ...
     @property
     def intent(self) -> str | None: ...
     @property
@@ -273,7 +275,7 @@ class Model:
     def predict(self, utterances: str) -> Prediction: ...
     @overload
     def predict(self, utterances: list[str]) -> list[Prediction]:
-        """Intents and slots of utterances."""
+        """Intents and slots of utterances, or the labels of texts from a classifier."""
     def perplexity(self, text: str, *, context: int | None = None, stride: int | None = None) -> float:
         """Perplexity of a text, in windows of ``context`` tokens that are ``stride`` tokens apart."""
     def parameters(self) -> dict[str, Tensor]:
@@ -309,7 +311,7 @@ class Trainer:
         cls,
         recipe: _Path | None = None,
         *,
-        task: Literal["language", "chat", "preference", "intent-slot"] | None = None,
+        task: Literal["language", "chat", "preference", "intent-slot", "classify"] | None = None,
         data: _Path | None = None,
         field: str | None = None,
         init: _Path | None = None,

@@ -230,7 +230,7 @@ impl Model {
         }
     }
 
-    /// Intents and slots of utterances.
+    /// Intents and slots of utterances, or the labels of texts.
     fn predict<'py>(&self, py: Python<'py>, utterances: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let (utterances, one) = self::strings("utterances", utterances)?;
         let all = self.call(py, move |model| model.predict(&utterances))?;
@@ -361,9 +361,10 @@ impl Generated {
     }
 }
 
-/// Intent and slots of an utterance.
+/// Intent and slots of an utterance, or the label of a text.
 #[pyclass(frozen, get_all, module = "fireclay")]
 pub(crate) struct Prediction {
+    label: Option<String>,
     intent: Option<String>,
     probability: f64,
     spans: Vec<Py<Span>>,
@@ -382,13 +383,17 @@ impl Prediction {
     fn new(py: Python<'_>, prediction: prediction::Prediction) -> PyResult<Self> {
         let span = |prediction::PredictedSpan { slot, start, end, text }| Py::new(py, Span { slot, start, end, text });
         let spans = prediction.spans.into_iter().map(span).collect::<PyResult<_>>()?;
-        Ok(Self { intent: prediction.intent, probability: prediction.probability, spans })
+        let prediction::Prediction { label, intent, probability, .. } = prediction;
+        Ok(Self { label, intent, probability, spans })
     }
 }
 
 #[pymethods]
 impl Prediction {
     fn __repr__(&self) -> String {
+        if let Some(label) = &self.label {
+            return format!("<fireclay.Prediction {label} ({:.3})>", self.probability);
+        }
         let intent = self.intent.as_deref().unwrap_or("none");
         format!("<fireclay.Prediction {intent} ({:.3}), {} spans>", self.probability, self.spans.len())
     }

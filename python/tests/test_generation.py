@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,25 @@ def test_utterances_are_predicted_as_on_the_command_line(home: Path, command: Co
         assert (embeddings**2).sum(axis=1) == pytest.approx([1.0, 1.0], abs=1e-5)
         with pytest.raises(fireclay.Error, match="encoder"):
             model.generate("text")
+
+
+def test_labels_are_predicted_as_on_the_command_line(command: Command, tmp_path: Path) -> None:
+    records = [{"text": f"the kiln is {label} today", "label": label} for label in ("hot", "cold")] * 10
+    (tmp_path / "kilns.json").write_text(json.dumps(records))
+    shape = {"d_model": 32, "n_layers": 1, "n_heads": 2, "pieces": 60, "seq_length": 16}
+    run = fireclay.train(
+        task="classify", data=tmp_path / "kilns.json", backend=BACKEND, out=tmp_path / "run", steps=3, **shape
+    )
+    text = "is the kiln hot"
+    [wanted] = command("predict", "--model", str(run.path), "--text", text)
+    with run.load(backend=BACKEND) as model:
+        found = model.predict(text)
+        assert found.label == wanted["label"]
+        assert found.label in ("hot", "cold")
+        assert found.probability == pytest.approx(wanted["probability"], rel=1e-5)
+        assert found.intent is None
+        assert found.spans == []
+        assert [one.label for one in model.predict([text, text])] == [found.label] * 2
 
 
 def test_what_cannot_be_is_refused_in_one_line(model: fireclay.Model, tmp_path: Path) -> None:

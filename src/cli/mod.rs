@@ -48,11 +48,11 @@ enum Command {
     /// Serve an OpenAI-compatible API over HTTP, with a chat page
     #[cfg(feature = "serve")]
     Serve(serve::ServeArgs),
-    /// Measure a model's perplexity and bits per byte
+    /// Measure a model's perplexity and bits per byte, or a classifier's accuracy and F1
     Evaluate(evaluate::EvaluateArgs),
     /// Export a model to a GGUF file, which llama.cpp and others load
     Export(export::ExportArgs),
-    /// Predict the intent and slots of utterances
+    /// Predict the intent and slots of utterances, or the label of texts
     Predict(predict::PredictArgs),
     /// Merge a LoRA adapter into its base model
     Merge(merge::MergeArgs),

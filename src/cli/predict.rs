@@ -17,10 +17,11 @@ pub(super) struct PredictArgs {
     /// Run or model folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Utterance; without --text or --file, utterances are read from standard input, one per line
+    /// Utterance, or text to label; without --text or --file, they are read from standard input, one
+    /// per line
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
     text: Option<String>,
-    /// File with one utterance per line
+    /// File with one utterance or text per line
     #[arg(long, value_name = "PATH")]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -63,6 +64,9 @@ fn prediction_line(text: &str, prediction: &Prediction) -> String {
 
 /// A prediction as text.
 fn prediction_text(text: &str, prediction: &Prediction) -> String {
+    if let Some(label) = &prediction.label {
+        return format!("{text}\n  {label} ({:.1}%)\n", 100.0 * prediction.probability);
+    }
     let Some(intent) = &prediction.intent else { return format!("{text}\n  empty utterance\n") };
     let mut shown = format!("{text}\n  {intent} ({:.1}%)\n", 100.0 * prediction.probability);
     let width = prediction.spans.iter().map(|span| span.slot.chars().count()).max().unwrap_or(0);

@@ -27,7 +27,8 @@ use super::signals::{pass_signals_on, signalled, stop_on_signals};
 #[derive(Args)]
 pub(super) struct TrainArgs {
     /// Recipe file, or a built-in recipe [default: stories]: stories, shakespeare-char-cpu,
-    /// shakespeare-char-gpu, gpt2-124m, llama-15m, masked, chat-lora, chat-full, home, intent-slot
+    /// shakespeare-char-gpu, gpt2-124m, llama-15m, masked, chat-lora, chat-full, home, intent-slot,
+    /// classify, classify-tune
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
@@ -35,11 +36,12 @@ pub(super) struct TrainArgs {
     /// Training data: text, JSON, CSV, TSV or Parquet, as a file or folder; a dataset on the hub,
     /// OWNER/NAME; or a folder made by `prepare`. For intent-slot, a folder with train.jsonl,
     /// valid.jsonl and test.jsonl, or with folders train, valid and test that each hold seq.in,
-    /// seq.out and label
+    /// seq.out and label. For classify, records with a text and a label field, as a file or as a
+    /// folder with files or folders train, valid and test
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
-    /// [default: the recipe's, or text]
+    /// [default: the recipe's, or text; for classify, recognised]
     #[arg(long, value_name = "NAME", conflicts_with = "resume")]
     field: Option<String>,
     /// Initialize from this model: folder, .gguf file, or name on the hub, OWNER/NAME
@@ -430,7 +432,9 @@ fn tell(summary: &Value) {
         );
     }
     let (best, out) = (summary["best_step"].as_u64().unwrap_or(0), summary["out"].as_str().unwrap_or(""));
-    eprintln!("the model of step {best}, with the lowest validation loss, is in {out}");
+    let is_scored = ["intent_accuracy", "accuracy"].iter().any(|name| !summary[*name].is_null());
+    let why = if is_scored { "best validation scores" } else { "lowest validation loss" };
+    eprintln!("the model of step {best}, with the {why}, is in {out}");
 }
 
 /// Generates a short sample from the new model.

@@ -1,4 +1,4 @@
-//! A model of any backend and kind behind one trait: decoders, encoders, and models of utterances.
+//! A model of any backend and kind behind one trait: decoders, encoders, and those that predict.
 
 use std::path::PathBuf;
 
@@ -10,10 +10,11 @@ use fireclay_model::{AttentionDirection, ModelFolder, Tokens, Transformer, Trans
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::chat::{ChatTemplate, Dialogue};
+use crate::inference::classification::classifies;
 use crate::inference::embedding::Embedder;
 use crate::inference::evaluation::{Evaluation, evaluate};
 use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
-use crate::inference::prediction::{Prediction, Predictor};
+use crate::inference::prediction::{AnyPredictor, Prediction};
 use crate::precision::{CachePrecision, Precision};
 
 /// A model folder or GGUF file to load.
@@ -92,10 +93,10 @@ pub trait LoadedModel: Send {
     /// If the model is not an encoder, a text is empty or too long, or the device fails.
     fn embed(&self, sentences: &[String]) -> Result<Vec<Vec<f32>>, Failure>;
 
-    /// The intent and slots of each text.
+    /// The intent and slots of each text, or its label.
     ///
     /// # Errors
-    /// If the model was not trained on utterances, or the device fails.
+    /// If the model was trained neither on utterances nor on labels, or the device fails.
     fn predict(&self, utterances: &[String]) -> Result<Vec<Prediction>, Failure>;
 
     /// Evaluates the model on a text; see [`evaluate`].
@@ -118,7 +119,8 @@ impl OnBackend for ModelToLoad {
         let Self { model: folder, precision, cache } = self;
         let (_, config) = ModelFolder::new(&folder).config()?;
         let name = folder.display().to_string();
-        let kind = match (config.attention, config.tags) {
+        let predicts = config.tags > 0 || classifies(&folder, &config)?;
+        let kind = match (config.attention, predicts) {
             (AttentionDirection::Causal, _) => {
                 let generator = Generator::<B>::open(&folder, precision, device.clone())?.with_cache(cache)?;
                 Kind::Writer { generator: Box::new(generator), template: ChatTemplate::find(&folder) }
@@ -126,11 +128,11 @@ impl OnBackend for ModelToLoad {
             (AttentionDirection::Bidirectional, _) if cache != CachePrecision::Auto => {
                 return Err(Failure::usage(format!("{name}: an encoder, which has no KV cache")));
             }
-            (AttentionDirection::Bidirectional, 0) => {
+            (AttentionDirection::Bidirectional, false) => {
                 Kind::Encoder(Box::new(Embedder::<B>::open(&folder, precision, device.clone())?))
             }
-            (AttentionDirection::Bidirectional, _) => {
-                let predictor = Predictor::<B>::open(&folder, precision, device.clone())?;
+            (AttentionDirection::Bidirectional, true) => {
+                let predictor = AnyPredictor::<B>::open(&folder, precision, device.clone())?;
                 // Both use the same weights.
                 let embedder = Embedder::of(predictor.model().clone(), &folder, device.clone())?;
                 Kind::Predictor { predictor: Box::new(predictor), embedder: Box::new(embedder) }
@@ -156,7 +158,7 @@ struct Loaded<B: Backend> {
 enum Kind<B: Backend> {
     Writer { generator: Box<Generator<B>>, template: Option<ChatTemplate> },
     Encoder(Box<Embedder<B>>),
-    Predictor { predictor: Box<Predictor<B>>, embedder: Box<Embedder<B>> },
+    Predictor { predictor: Box<AnyPredictor<B>>, embedder: Box<Embedder<B>> },
 }
 
 impl<B: Backend> Loaded<B> {
@@ -272,7 +274,7 @@ impl<B: Backend> LoadedModel for Loaded<B> {
     fn predict(&self, utterances: &[String]) -> Result<Vec<Prediction>, Failure> {
         let Kind::Predictor { predictor, .. } = &self.kind else {
             return Err(Failure::new(format!(
-                "{}: not trained on utterances; train a model with the recipe home or intent-slot",
+                "{}: not trained on utterances or labels; train a model with the recipe home, intent-slot or classify",
                 self.name
             )));
         };

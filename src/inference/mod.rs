@@ -1,7 +1,9 @@
-//! Uses of a trained model: generation, chat, evaluation, predictions for utterances, embeddings,
-//! scores.
+//! Uses of a trained model: generation, chat, evaluation, predictions for utterances and texts,
+//! embeddings, scores.
 
 pub mod chat;
+pub mod class_report;
+pub mod classification;
 pub mod divergence;
 pub mod embedding;
 pub mod evaluation;

@@ -1,4 +1,4 @@
-//! Predictions for utterances: intent, probability and spans.
+//! Predictions for utterances, intent, probability and spans, and for texts, a label.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -11,18 +11,21 @@ use serde_json::{Value, json};
 
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
+use crate::inference::classification::{Classifier, PredictedLabel};
 use crate::inference::tagging::{Predictions, heads, read_labels};
 use crate::model_folder::warn_of_config;
 use crate::precision::Precision;
 use crate::recipe::ModelSizes;
 use crate::run_folder::{LABELS, TOKENIZER};
 
-/// The prediction for an utterance.
-#[derive(Clone, Debug, PartialEq)]
+/// The prediction for an utterance, or for a text of a classifier.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Prediction {
+    /// The label, of a classifier; `None` for an empty text.
+    pub label: Option<String>,
     /// The intent; `None` for an empty text.
     pub intent: Option<String>,
-    /// The intent's probability.
+    /// The probability of the intent, or of the label.
     pub probability: f64,
     /// The slots.
     pub spans: Vec<PredictedSpan>,
@@ -31,6 +34,9 @@ pub struct Prediction {
 impl Prediction {
     /// As a JSON object, for `text`.
     pub fn json(&self, text: &str) -> Value {
+        if let Some(label) = &self.label {
+            return json!({ "text": text, "label": label, "probability": self.probability });
+        }
         let spans = self.spans.iter().map(|PredictedSpan { slot, start, end, text }| {
             json!({ "slot": slot, "start": start, "end": end, "text": text })
         });
@@ -85,7 +91,8 @@ impl<B: Backend> Predictor<B> {
         let shown = folder.display();
         if model.heads.is_none() {
             return Err(Failure::new(format!(
-                "{shown}: not trained on utterances: train a model with `fireclay train --task intent-slot`"
+                "{shown}: not trained on utterances or labels: train a model with `fireclay train --task intent-slot` or \
+                 `--task classify`"
             )));
         }
         let labels = read_labels(&folder.join(LABELS))?;
@@ -155,7 +162,7 @@ impl<B: Backend> Predictor<B> {
             Some((index, votes)) => (Some(self.labels.intents[index].clone()), votes / all),
             None => (None, 0.0),
         };
-        Ok(Prediction { intent, probability, spans: Vec::new() })
+        Ok(Prediction { intent, probability, ..Prediction::default() })
     }
 
     /// The words of a text, in parts that fit the context. Unknown punctuation is dropped.
@@ -198,6 +205,53 @@ impl<B: Backend> Predictor<B> {
         let lengths = Tensor::<B, 1, Int>::from_data(lengths, &self.device);
         let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths));
         Predictions::read(heads(&self.model)?.logits(hidden))
+    }
+}
+
+/// A model that predicts from text: intents and slots, or labels.
+pub enum AnyPredictor<B: Backend> {
+    /// Intents and slots of utterances.
+    Utterances(Box<Predictor<B>>),
+    /// Labels of texts.
+    Labels(Box<Classifier<B>>),
+}
+
+impl<B: Backend> AnyPredictor<B> {
+    /// Opens a model folder.
+    ///
+    /// # Errors
+    /// As [`Predictor::open`], and [`Classifier::open`].
+    pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
+        let (_, config) = ModelFolder::new(folder).config()?;
+        Ok(match config.classifier {
+            Some(_) => Self::Labels(Box::new(Classifier::open(folder, precision, device)?)),
+            None => Self::Utterances(Box::new(Predictor::open(folder, precision, device)?)),
+        })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Transformer<B> {
+        match self {
+            Self::Utterances(predictor) => predictor.model(),
+            Self::Labels(classifier) => classifier.model(),
+        }
+    }
+
+    /// The prediction for each text.
+    ///
+    /// # Errors
+    /// As [`Predictor::predict`], and [`Classifier::predict`].
+    pub fn predict(&self, inputs: &[&str]) -> Result<Vec<Prediction>, Failure> {
+        let of_label = |found: Option<PredictedLabel>| match found {
+            Some(PredictedLabel { label, probability }) => {
+                Prediction { label: Some(label), probability, ..Prediction::default() }
+            }
+            None => Prediction::default(),
+        };
+        match self {
+            Self::Utterances(predictor) => predictor.predict(inputs),
+            Self::Labels(classifier) => Ok(classifier.predict(inputs)?.into_iter().map(of_label).collect()),
+        }
     }
 }
 
@@ -270,7 +324,7 @@ impl<S: FnMut(&str, &Prediction)> OnBackend for PredictionRun<S> {
     type Output = ();
 
     fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
-        let predictor = Predictor::<B>::open(&self.model, self.precision, device)?;
+        let predictor = AnyPredictor::<B>::open(&self.model, self.precision, device)?;
         loop {
             let (inputs, failure) = self.inputs.next();
             let borrowed: Vec<&str> = inputs.iter().map(String::as_str).collect();

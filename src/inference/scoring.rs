@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use burn::tensor::activation::{sigmoid, tanh};
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::Backend;
 use fireclay_kernels::recorder::read_back;
-use fireclay_model::{ModelFolder, Tokens, Transformer};
+use fireclay_model::{Tokens, Transformer};
 use serde_json::Value;
 
 use crate::failure::Failure;
@@ -18,53 +18,32 @@ const BATCH_SIZE: usize = 64;
 /// The tokens of a pair, and the text type of each token.
 pub type Pair = (Vec<u32>, Vec<u32>);
 
-/// The head that maps an encoder's first hidden state to a score.
-pub struct ScoreHead<B: Backend> {
-    /// The pooler, `[d_model, d_model]` and `[d_model]`.
-    pooler: (Tensor<B, 2>, Tensor<B, 1>),
-    /// The classifier, `[1, d_model]` and `[1]`.
-    classifier: (Tensor<B, 2>, Tensor<B, 1>),
+/// What a cross-encoder does with the single output of its head.
+#[derive(Clone, Copy, Debug)]
+pub struct ScoreHead {
     /// Whether scores go through a sigmoid.
     sigmoid: bool,
 }
 
-impl<B: Backend> ScoreHead<B> {
-    /// The score head of a folder, if it is a classification model with one class.
+impl ScoreHead {
+    /// That of a model in `folder`, if it is a classifier with one class.
     ///
     /// # Errors
-    /// If one of its tensors is missing or damaged, or its activation is unknown.
-    pub fn open(folder: &Path, device: &B::Device) -> Result<Option<Self>, Failure> {
-        let files = ModelFolder::new(folder);
-        let Some((shape, classifier)) = files.tensor::<2>("classifier.weight")? else { return Ok(None) };
-        // With several classes, no single number is a score.
-        if shape[0] != 1 {
-            return Ok(None);
+    /// If its `config.json` is missing or damaged, or its activation is unknown.
+    pub fn of<B: Backend>(model: &Transformer<B>, folder: &Path) -> Result<Option<Self>, Failure> {
+        match &model.config().classifier {
+            // With several classes, no single number is a score.
+            Some(head) if head.labels.len() == 1 => Ok(Some(Self { sigmoid: has_sigmoid(folder)? })),
+            _ => Ok(None),
         }
-        let missing = |name: &str| Failure::new(format!("{}: {name} is missing", folder.display()));
-        let vector = |name: &str| {
-            let (shape, values) = files.tensor::<1>(name)?.ok_or_else(|| missing(name))?;
-            Ok::<_, Failure>(Tensor::<B, 1>::from_data(TensorData::new(values, shape), (device, DType::F32)))
-        };
-        let matrix =
-            |shape: [usize; 2], values| Tensor::<B, 2>::from_data(TensorData::new(values, shape), (device, DType::F32));
-        let name = "bert.pooler.dense.weight";
-        let (pooler_shape, pooler) = files.tensor::<2>(name)?.ok_or_else(|| missing(name))?;
-        if pooler_shape != [shape[1]; 2] {
-            return Err(Failure::new(format!("{}: {name} has shape {pooler_shape:?}", folder.display())));
-        }
-        Ok(Some(Self {
-            pooler: (matrix(pooler_shape, pooler), vector("bert.pooler.dense.bias")?),
-            classifier: (matrix(shape, classifier), vector("classifier.bias")?),
-            sigmoid: has_sigmoid(folder)?,
-        }))
     }
 
-    /// The score of each pair, from the model that this head belongs to.
+    /// The score of each pair, from the model that this is of.
     ///
     /// # Errors
     /// If a pair has no tokens, more than the model's context, or unknown ones, or the device
     /// fails.
-    pub fn scores(&self, model: &Transformer<B>, pairs: &[Pair]) -> Result<Vec<f32>, Failure> {
+    pub fn scores<B: Backend>(self, model: &Transformer<B>, pairs: &[Pair]) -> Result<Vec<f32>, Failure> {
         let (context, known) = (model.config().context_length, model.config().vocab_size);
         for (ids, _) in pairs {
             if ids.is_empty() || ids.len() > context {
@@ -88,8 +67,9 @@ impl<B: Backend> ScoreHead<B> {
         Ok(scores)
     }
 
-    fn pass(&self, model: &Transformer<B>, pairs: &[&Pair]) -> Result<Vec<f32>, Failure> {
-        let device = self.classifier.0.device();
+    fn pass<B: Backend>(self, model: &Transformer<B>, pairs: &[&Pair]) -> Result<Vec<f32>, Failure> {
+        let head = model.classifier.as_ref().ok_or_else(|| Failure::new("the model has no head for scores"))?;
+        let device = head.output.val().device();
         let (rows, longest) = (pairs.len(), pairs.iter().map(|(ids, _)| ids.len()).max().unwrap_or(0));
         let padded = |part: fn(&Pair) -> &Vec<u32>| {
             let place = |pair: &&Pair, at: usize| part(pair).get(at).map_or(0, |value| *value as i32);
@@ -98,14 +78,10 @@ impl<B: Backend> ScoreHead<B> {
         };
         let lengths: Vec<i32> = pairs.iter().map(|(ids, _)| ids.len() as i32).collect();
         let lengths = Tensor::<B, 1, Int>::from_data(TensorData::new(lengths, [rows]), &device);
-        let tokens = Tokens::from(padded(|pair| &pair.0)).with_types(padded(|pair| &pair.1)).with_lengths(lengths);
-        let hidden = model.forward(tokens).cast(FloatDType::F32);
-        let d_model = hidden.dims()[2];
-        let first = hidden.narrow(1, 0, 1).reshape([rows, d_model]);
-        let layer = |x: Tensor<B, 2>, (weight, bias): &(Tensor<B, 2>, Tensor<B, 1>)| {
-            x.matmul(weight.clone().transpose()) + bias.clone().unsqueeze()
-        };
-        let logits = layer(tanh(layer(first, &self.pooler)), &self.classifier);
+        let tokens = Tokens::from(padded(|pair| &pair.0)).with_types(padded(|pair| &pair.1));
+        let hidden = model.forward(tokens.with_lengths(lengths.clone()));
+        let logits = model.classify(hidden, Some(lengths));
+        let logits = logits.ok_or_else(|| Failure::new("the model has no head for scores"))?;
         let scores = if self.sigmoid { sigmoid(logits) } else { logits };
         let data = scores.try_into_data().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
         read_back(data.bytes.len());

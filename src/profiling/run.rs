@@ -11,7 +11,7 @@ use super::{Ceilings, Profile};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::generation::{GenerationOptions, Generator, Prepared};
-use crate::inference::prediction::Predictor;
+use crate::inference::prediction::AnyPredictor;
 use crate::precision::{CachePrecision, Precision};
 use crate::process_memory::process_memory;
 use crate::recipe::Recipe;
@@ -121,7 +121,7 @@ impl OnBackend for ProfileGeneration {
     }
 }
 
-/// A profile of intent and slot prediction.
+/// A profile of prediction: of intents and slots, or of labels.
 pub struct ProfilePrediction {
     /// The model's folder.
     pub model: PathBuf,
@@ -138,7 +138,7 @@ impl OnBackend for ProfilePrediction {
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Profile, Failure> {
         let Self { model, utterances, precision, options } = self;
-        let predictor = Predictor::<B>::open(&model, precision, device.clone())?;
+        let predictor = AnyPredictor::<B>::open(&model, precision, device.clone())?;
         let utterances: Vec<&str> = utterances.iter().map(String::as_str).collect();
         let predict = |count: u64| (0..count).try_for_each(|_| predictor.predict(&utterances).map(drop));
         predict(options.warm_up)?;

@@ -3,7 +3,7 @@
 
 use super::schedule::ScheduleKind;
 use super::schema::Recipe;
-use super::task::TaskName::{Chat, IntentSlot, Language, Masked, Preference};
+use super::task::TaskName::{Chat, Classify, IntentSlot, Language, Masked, Preference};
 use super::tuning::AdapterKind;
 use crate::failure::Failure;
 
@@ -31,19 +31,35 @@ impl Recipe {
             ("data", "packing" | "chat_template") => {
                 (matches!(self.task, Chat | Preference), "conversations (task chat or preference)")
             }
+            ("data", "tokenizer") if self.task == Classify => {
+                (self.init.is_none(), "a new model: a pretrained one (--init) has its own tokenizer")
+            }
             ("data", "tokenizer") => (
                 matches!(self.task, Language | Masked | IntentSlot),
                 "text or utterances: conversations are tokenized by the tokenizer of the model",
             ),
             ("data", "bpe_size") => (self.data.tokenizer == "bpe", "data.tokenizer=bpe"),
             ("data", "documents_apart") => (self.task == Language, "text (task language)"),
-            ("data", "field" | "corpora" | "holdout_by" | "resize_embedding") => {
+            ("data", "field") => {
+                (matches!(self.task, Language | Masked | Classify), "text (task language, masked or classify)")
+            }
+            ("data", "label_field") | ("model", "classifier") if self.task != Classify => {
+                (false, "labelled texts (task classify)")
+            }
+            ("data", "corpora" | "holdout_by" | "resize_embedding") => {
                 (matches!(self.task, Language | Masked), "text (task language or masked)")
             }
             ("training", "balance_loss" | "router_z_loss") => (
                 self.init.is_some() || self.has_experts(),
                 "a mixture of experts (model.experts and model.experts_per_token)",
             ),
+            ("data", "pieces") if self.task == Classify => (
+                self.init.is_none() && self.data.tokenizer == "pieces",
+                "a tokenizer that is trained (a new model, and data.tokenizer=pieces)",
+            ),
+            ("training", "valid_tokens" | "final_valid_tokens") => {
+                (self.task != Classify, "another task: classify validates on all held-out texts")
+            }
             ("training", "masked") => (self.task == Masked, "hidden tokens (task masked)"),
             ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
             ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
@@ -93,6 +109,15 @@ mod tests {
             ("stories", &[("training.masked", "0.2")], "training.masked has no effect: it needs hidden tokens"),
             ("masked", &[("documents_apart", "true")], "data.documents_apart"),
             ("chat-full", &[("init", "model"), ("d_model", "8")], "model.d_model"),
+            ("masked", &[("label_field", "stars")], "data.label_field has no effect: it needs labelled texts"),
+            ("masked", &[("classifier", "{ pooling = 'mean' }")], "model.classifier"),
+            ("classify", &[("init", "model"), ("classifier", "{ pooling = 'mean' }")], "model.classifier"),
+            ("classify", &[("init", "model"), ("tokenizer", "pieces")], "data.tokenizer"),
+            ("classify", &[("tokenizer", "t.json"), ("pieces", "300")], "data.pieces"),
+            ("classify-tune", &[("holdout_by", "document")], "data.holdout_by"),
+            ("classify", &[("sample_tokens", "8")], "training.sample_tokens"),
+            ("classify", &[("intent_weight", "0.5")], "training.intent_weight"),
+            ("classify", &[("valid_tokens", "100")], "training.valid_tokens has no effect: it needs another task"),
         ] {
             let message = refused(recipe, settings);
             assert!(message.contains(wanted), "{settings:?}: {message}");
@@ -114,6 +139,8 @@ mod tests {
             ("masked", &[("training.masked", "0.2"), ("field", "story"), ("tokenizer", "char")]),
             ("dpo", &[("beta", "0.2"), ("loss", "ipo"), ("rank", "4"), ("packing", "false")]),
             ("chat-full", &[("init", "model"), ("dropout", "0.1")]),
+            ("classify", &[("field", "a"), ("label_field", "b"), ("pieces", "90"), ("classifier", "{ bias = true }")]),
+            ("classify-tune", &[("init", "model"), ("label_smoothing", "0.1"), ("holdout", "0.2")]),
         ] {
             let recipe = Recipe::shipped(recipe).expect("a good recipe");
             recipe.with_all(settings.iter().copied()).expect("effects");

@@ -58,11 +58,18 @@ impl Recipe {
             }
         };
         let base = base.with_intents(self.sizes.intents).with_tags(self.sizes.tags);
+        let dropout = self.dropout().unwrap_or(base.dropout);
+        let classifies = !self.sizes.labels.is_empty();
+        let base = match classifies {
+            true => TransformerConfig { dropout, ..base }.with_labels(self.sizes.labels.clone()),
+            false => base,
+        };
         // The preset's fields, overridden by the recipe's.
         let mut fields = serde_json::to_value(&base).map_err(|error| Failure::new(error.to_string()))?;
         if let Json::Object(fields) = &mut fields {
             for (key, value) in self.model.iter().filter(|(key, _)| *key != "family") {
                 let value = serde_json::to_value(value).map_err(|error| usage(format!("model.{key}: {error}")))?;
+                let value = if key == "classifier" { head(&fields[key], value)? } else { value };
                 let alone = Json::Object([(key.clone(), value.clone())].into_iter().collect());
                 let mut tried = fields.clone();
                 tried.insert(key.clone(), value.clone());
@@ -71,8 +78,12 @@ impl Recipe {
                 fields.insert(key.clone(), value);
             }
         }
-        let config: TransformerConfig =
+        let mut config: TransformerConfig =
             serde_json::from_value(fields).map_err(|error| usage(format!("[model]: {error}")))?;
+        if !classifies {
+            // The labels are not known yet.
+            config.classifier = None;
+        }
         self.suits_rows(&config)?;
         config.validate().map_err(|error| usage(error.to_string()))?;
         Ok(config)
@@ -84,6 +95,14 @@ impl Recipe {
         match self.model.get("experts") {
             Some(experts) => experts.as_integer() != Some(0),
             None => self.model.get("family").and_then(Value::as_str).is_some_and(is_mixture),
+        }
+    }
+
+    /// The dropout that `[model]` sets.
+    pub(crate) fn dropout(&self) -> Option<f64> {
+        match self.model.get("dropout")? {
+            Value::Integer(whole) => Some(*whole as f64),
+            other => other.as_float(),
         }
     }
 
@@ -102,4 +121,17 @@ impl Recipe {
         }
         Ok(())
     }
+}
+
+/// The head of a classifier: the family's, with the settings of the recipe.
+fn head(of_family: &Json, settings: Json) -> Result<Json, Failure> {
+    let Json::Object(settings) = settings else {
+        return Err(Failure::usage("model.classifier is a table, such as { pooling = \"mean\" }"));
+    };
+    if settings.contains_key("labels") {
+        return Err(Failure::usage("model.classifier.labels: the labels are those of the data"));
+    }
+    let mut head = of_family.as_object().cloned().unwrap_or_default();
+    head.extend(settings);
+    Ok(Json::Object(head))
 }

@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
 /// The shipped recipes.
-const SHIPPED: [(&str, &str); 12] = [
+const SHIPPED: [(&str, &str); 14] = [
     ("stories", include_str!("shipped/stories.toml")),
     ("masked", include_str!("shipped/masked.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
@@ -25,6 +25,8 @@ const SHIPPED: [(&str, &str); 12] = [
     ("dpo", include_str!("shipped/dpo.toml")),
     ("home", include_str!("shipped/home.toml")),
     ("intent-slot", include_str!("shipped/intent-slot.toml")),
+    ("classify", include_str!("shipped/classify.toml")),
+    ("classify-tune", include_str!("shipped/classify-tune.toml")),
 ];
 
 impl Recipe {

@@ -71,10 +71,13 @@ pub struct DataRecipe {
     /// Several sources instead of one, each with its sampling weight.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub corpora: BTreeMap<String, f64>,
-    /// JSON field, or column of CSV, TSV or Parquet, with the document; `a.b` for a nested one.
+    /// JSON field, or column of CSV, TSV or Parquet, with the document; `a.b` for a nested one. For
+    /// labelled texts it may be empty: then it is recognised by its usual names.
     pub field: String,
+    /// The field of the label, for labelled texts; empty to recognise it by its usual names.
+    pub label_field: String,
     /// Language: `byte`, `char` or `bpe`. Utterances: `pieces`, trained on the training part's
-    /// words. Or the path of a `tokenizer.json`.
+    /// words; labelled texts: the same. Or the path of a `tokenizer.json`.
     pub tokenizer: String,
     /// Vocabulary size of `bpe`.
     pub bpe_size: usize,
@@ -121,6 +124,7 @@ impl Default for DataRecipe {
             source: String::new(),
             corpora: BTreeMap::new(),
             field: "text".into(),
+            label_field: String::new(),
             tokenizer: "byte".into(),
             bpe_size: 4096,
             pieces: 2000,
@@ -319,7 +323,7 @@ impl Recipe {
         if training.masked == 0.0 {
             return Err(Failure::usage("training.masked is 0: no token would be predicted"));
         }
-        if training.adapter == AdapterKind::Lora && matches!(self.task, TaskName::IntentSlot | TaskName::Masked) {
+        if training.adapter == AdapterKind::Lora && !self.task.takes_adapter() {
             return Err(Failure::usage(
                 "training.adapter is lora: that is for the tasks language, chat and preference",
             ));

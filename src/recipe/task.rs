@@ -22,6 +22,8 @@ pub enum TaskName {
     Preference,
     /// Predict an utterance's intent and slots
     IntentSlot,
+    /// Predict the label of a text
+    Classify,
 }
 
 impl TaskName {
@@ -33,6 +35,7 @@ impl TaskName {
             }
             Self::Masked => (AttentionDirection::Bidirectional, "a hidden token depends on what follows it"),
             Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
+            Self::Classify => (AttentionDirection::Bidirectional, "a label depends on the whole text"),
         }
     }
 
@@ -46,7 +49,14 @@ impl TaskName {
             (Self::Preference, ..) => "dpo",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",
+            (Self::Classify, _, false) => "classify",
+            (Self::Classify, _, true) => "classify-tune",
         }
+    }
+
+    /// Whether it trains adapters.
+    pub(crate) fn takes_adapter(self) -> bool {
+        matches!(self, Self::Language | Self::Chat | Self::Preference)
     }
 
     /// Whether its models generate text.
@@ -56,7 +66,7 @@ impl TaskName {
 }
 
 /// Sizes that a task needs of a model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelSizes {
     /// Vocabulary size.
     pub vocab_size: usize,
@@ -66,17 +76,25 @@ pub struct ModelSizes {
     /// Number of tags; 0 for none.
     #[serde(default)]
     pub tags: usize,
+    /// Labels of texts; empty for none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub labels: Vec<String>,
 }
 
 impl ModelSizes {
     /// For utterances with these labels and this tokenizer.
     pub(crate) fn of_utterances(labels: &Labels, pieces: &PieceTokenizer) -> Self {
-        Self { vocab_size: pieces.vocab_size(), intents: labels.intents.len(), tags: labels.tag_count() }
+        Self {
+            vocab_size: pieces.vocab_size(),
+            intents: labels.intents.len(),
+            tags: labels.tag_count(),
+            labels: Vec::new(),
+        }
     }
 
     /// Refuses a model that is too small.
     pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
-        let Self { vocab_size, intents, tags } = self;
+        let Self { vocab_size, intents, tags, labels } = self;
         if vocab_size > config.vocab_size {
             let known = config.vocab_size;
             return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
@@ -86,6 +104,11 @@ impl ModelSizes {
                 "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
                 config.intents, config.tags
             )));
+        }
+        let own = config.classifier.as_ref().map_or(&[][..], |classifier| &classifier.labels);
+        if labels != own {
+            let shown = |labels: &[String]| format!("{} labels ({})", labels.len(), labels.join(", "));
+            return Err(Failure::new(format!("the data has {}, but the model {}", shown(&labels), shown(own))));
         }
         Ok(())
     }

@@ -220,7 +220,7 @@ impl<R: FnOnce()> Engine<R> {
             Some(predictor) => Embedder::of(predictor.model().clone(), self.model.weights(), device.clone()),
             None => Embedder::open(self.model.weights(), self.precision, device.clone()),
         }?;
-        let head = ScoreHead::<B>::open(self.model.weights(), &device)?;
+        let head = ScoreHead::of(embedder.model(), self.model.weights())?;
         self.begin(Served::Encoder(Box::new(ServedEncoder::new(&embedder, predicts, head.is_some()))));
         let Self { shared, ready, .. } = self;
         ready();

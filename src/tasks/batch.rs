@@ -1,13 +1,13 @@
 //! A step's rows, and their loss.
 
 use burn::tensor::Tensor;
-use fireclay_datasets::{TokenBatch, UtteranceBatch};
+use fireclay_datasets::{LabelledBatch, TokenBatch, UtteranceBatch};
 use fireclay_kernels::{Backend, HeadLossOptions, Rank};
 use fireclay_model::{Tokens, Transformer};
 
 use super::counts::TargetCounts;
 use super::preference::PairBatch;
-use super::{intent_slot, language, preference};
+use super::{classify, intent_slot, language, preference};
 use crate::recipe::schema::Recipe;
 
 /// A step's rows, on the host.
@@ -19,6 +19,8 @@ pub enum Batch {
     Pairs(PairBatch),
     /// Pieces of words, with intents and tags.
     Utterances(UtteranceBatch),
+    /// Texts with their labels.
+    Labelled(LabelledBatch),
 }
 
 /// A rank's rows of a forward pass.
@@ -47,6 +49,12 @@ impl From<UtteranceBatch> for Batch {
     }
 }
 
+impl From<LabelledBatch> for Batch {
+    fn from(batch: LabelledBatch) -> Self {
+        Self::Labelled(batch)
+    }
+}
+
 impl Batch {
     /// The number of targets.
     pub(crate) fn counts(&self) -> TargetCounts {
@@ -56,6 +64,7 @@ impl Batch {
                 TargetCounts { tokens: batch.tokens().target_count(), pairs: batch.pairs(), ..TargetCounts::default() }
             }
             Self::Utterances(batch) => intent_slot::counts(batch),
+            Self::Labelled(batch) => TargetCounts { tokens: batch.label_count(), ..TargetCounts::default() },
         }
     }
 
@@ -65,6 +74,7 @@ impl Batch {
             Self::Tokens(batch) => batch.target_count(),
             Self::Pairs(batch) => batch.tokens().target_count(),
             Self::Utterances(batch) => batch.lengths().iter().map(|length| *length as usize).sum(),
+            Self::Labelled(batch) => batch.lengths().iter().map(|length| *length as usize).sum(),
         }
     }
 
@@ -74,6 +84,7 @@ impl Batch {
             Self::Tokens(batch) => batch.split(passes).into_iter().map(Self::Tokens).collect(),
             Self::Pairs(batch) => batch.split(passes).into_iter().map(Self::Pairs).collect(),
             Self::Utterances(batch) => batch.split(passes).into_iter().map(Self::Utterances).collect(),
+            Self::Labelled(batch) => batch.split(passes).into_iter().map(Self::Labelled).collect(),
         };
         let share = |batch: Self| {
             let count = batch.batch_size();
@@ -84,6 +95,7 @@ impl Batch {
                 Self::Tokens(batch) => Self::Tokens(batch.rows(rows)),
                 Self::Pairs(batch) => Self::Pairs(batch.rows(rows)),
                 Self::Utterances(batch) => Self::Utterances(batch.rows(rows)),
+                Self::Labelled(batch) => Self::Labelled(batch.rows(rows)),
             };
             Share { batch: (own.batch_size() > 0).then_some(own), first_row }
         };
@@ -96,6 +108,7 @@ impl Batch {
             Self::Tokens(batch) => batch.seq_length(),
             Self::Pairs(batch) => batch.tokens().seq_length(),
             Self::Utterances(batch) => batch.seq_length(),
+            Self::Labelled(batch) => batch.seq_length(),
         }
     }
 
@@ -104,6 +117,7 @@ impl Batch {
             Self::Tokens(batch) => batch.batch_size(),
             Self::Pairs(batch) => batch.tokens().batch_size(),
             Self::Utterances(batch) => batch.batch_size(),
+            Self::Labelled(batch) => batch.batch_size(),
         }
     }
 
@@ -137,6 +151,9 @@ impl Batch {
             Self::Utterances(batch) => {
                 let weights = (intents * training.intent_weight, tokens);
                 (intent_slot::loss_by(model, batch, weights, options, device, forward), None)
+            }
+            Self::Labelled(batch) => {
+                (classify::loss_by(model, batch, options.with_weight(tokens), device, forward), None)
             }
         }
     }

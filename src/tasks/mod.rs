@@ -2,6 +2,7 @@
 
 pub mod batch;
 pub mod chat;
+pub mod classify;
 pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
@@ -10,6 +11,7 @@ pub mod preference;
 pub(crate) mod resolve;
 pub mod rewards;
 pub mod scores;
+pub mod test_report;
 pub mod validation;
 
 use std::path::Path;
@@ -20,12 +22,14 @@ use fireclay_model::{Transformer, TransformerConfig};
 
 pub use batch::Batch;
 pub use chat::Chat;
+pub use classify::Classify;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use masked::Masked;
 pub use preference::Preferences;
 pub use rewards::Rewards;
 pub use scores::{ClassificationReport, Scores};
+pub use test_report::TestReport;
 pub use validation::{Validation, ValidationOutput};
 
 use crate::failure::Failure;
@@ -45,6 +49,8 @@ pub enum Task {
     Preference(Preferences),
     /// Intent and slot prediction for utterances.
     IntentSlot(IntentSlot),
+    /// Labels of texts.
+    Classify(Classify),
 }
 
 impl Task {
@@ -60,6 +66,7 @@ impl Task {
             Self::Chat(chat) => ModelSizes { vocab_size: chat.tokenizer().vocab_size(), ..ModelSizes::default() },
             Self::Preference(task) => ModelSizes { vocab_size: task.tokenizer().vocab_size(), ..ModelSizes::default() },
             Self::IntentSlot(task) => task.sizes(),
+            Self::Classify(task) => task.sizes(),
         }
     }
 
@@ -76,11 +83,12 @@ impl Task {
             Self::Chat(chat) => Ok(chat.batch(key, rows).into()),
             Self::Preference(task) => Ok(task.batch(key, rows).into()),
             Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
+            Self::Classify(task) => Ok(task.batch(key, rows).into()),
         }
     }
 
     /// Validates `model`: on about `tokens` held-out tokens of a language task, of which each rank of
-    /// `collective` reads a share, and on all utterances otherwise. Preferences are measured against `reference`.
+    /// `collective` reads a share, and on all utterances or texts otherwise. Preferences are measured against `reference`.
     ///
     /// # Errors
     /// If the device fails, or there is no reference and the task has one.
@@ -111,6 +119,7 @@ impl Task {
                 plain(task.validate(model, reference, recipe, tokens, device, collective)?)
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
+            Self::Classify(task) => task.validate(model, device),
         }
     }
 
@@ -125,6 +134,7 @@ impl Task {
             Self::Chat(chat) => chat.save(folder),
             Self::Preference(task) => task.save(folder),
             Self::IntentSlot(task) => task.save(folder),
+            Self::Classify(task) => task.save(folder),
         }
     }
 
@@ -139,6 +149,7 @@ impl Task {
             TaskName::Chat => Chat::begin(recipe, model).map(Self::Chat),
             TaskName::Preference => Preferences::begin(recipe, model).map(Self::Preference),
             TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
+            TaskName::Classify => Classify::begin(recipe, model).map(Self::Classify),
         }
     }
 
@@ -153,6 +164,7 @@ impl Task {
             TaskName::Chat => Chat::resume(recipe, folder).map(Self::Chat),
             TaskName::Preference => Preferences::resume(recipe, folder).map(Self::Preference),
             TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
+            TaskName::Classify => Classify::resume(recipe, folder).map(Self::Classify),
         }
     }
 
@@ -164,7 +176,7 @@ impl Task {
             Self::Masked(masked) => masked.language().rows.as_deref(),
             Self::Chat(chat) => chat.initial_rows(),
             Self::Preference(task) => task.initial_rows(),
-            Self::IntentSlot(_) => None,
+            Self::IntentSlot(_) | Self::Classify(_) => None,
         }
     }
 
@@ -176,6 +188,7 @@ impl Task {
         match self {
             Self::Language(_) | Self::Masked(_) | Self::Chat(_) | Self::Preference(_) => Ok(false),
             Self::IntentSlot(task) => task.has_labels_of(folder),
+            Self::Classify(task) => task.has_head_of(folder),
         }
     }
 
@@ -187,6 +200,7 @@ impl Task {
             Self::Chat(chat) => chat.describe(config, training),
             Self::Preference(task) => task.describe(training),
             Self::IntentSlot(task) => task.describe(config, training),
+            Self::Classify(task) => task.describe(config, training),
         }
     }
 
@@ -194,13 +208,13 @@ impl Task {
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
-            Self::Masked(_) | Self::Chat(_) | Self::Preference(_) | Self::IntentSlot(_) => None,
+            Self::Masked(_) | Self::Chat(_) | Self::Preference(_) | Self::IntentSlot(_) | Self::Classify(_) => None,
         }
     }
 
     /// Whether validations have scores.
     pub(crate) fn has_scores(&self) -> bool {
-        matches!(self, Self::IntentSlot(_))
+        matches!(self, Self::IntentSlot(_) | Self::Classify(_))
     }
 
     /// Whether its validations count answers: then the model is validated before the first step,
@@ -225,7 +239,7 @@ impl Task {
         match self {
             Self::Chat(chat) => Some(chat.preview(colour)),
             Self::Preference(task) => Some(task.preview(colour)),
-            Self::Language(_) | Self::Masked(_) | Self::IntentSlot(_) => None,
+            Self::Language(_) | Self::Masked(_) | Self::IntentSlot(_) | Self::Classify(_) => None,
         }
     }
 
@@ -237,10 +251,11 @@ impl Task {
         &self,
         model: &Transformer<B>,
         device: &B::Device,
-    ) -> Result<Option<ClassificationReport>, Failure> {
+    ) -> Result<Option<TestReport>, Failure> {
         match self {
             Self::Language(_) | Self::Masked(_) | Self::Chat(_) | Self::Preference(_) => Ok(None),
-            Self::IntentSlot(task) => task.test(model, device).map(Some),
+            Self::IntentSlot(task) => Ok(Some(TestReport::Utterances(task.test(model, device)?))),
+            Self::Classify(task) => Ok(Some(TestReport::Classes(task.test(model, device)?))),
         }
     }
 
@@ -256,11 +271,15 @@ impl Task {
             Self::Chat(chat) => chat.checksum(),
             Self::Preference(task) => task.checksum(),
             Self::IntentSlot(task) => task.checksum(),
+            Self::Classify(task) => task.checksum(),
         }
     }
 
-    /// Whether the task has test data.
+    /// Whether the task has test data: for labelled texts those of the validation will do.
     pub(crate) fn has_test(&self) -> bool {
-        matches!(self, Self::IntentSlot(task) if task.test_count() > 0)
+        match self {
+            Self::IntentSlot(task) => task.test_count() > 0,
+            task => matches!(task, Self::Classify(_)),
+        }
     }
 }

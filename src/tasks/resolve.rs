@@ -7,9 +7,9 @@ use burn::module::Module;
 use burn::tensor::FloatDType;
 use fireclay_kernels::{Backend, Format, GroupedFormat};
 use fireclay_model::{
-    Family, LoraConfig, LoraFiles, MatrixDtype, MatrixDtypes, ModelFolder, Targets, Transformer, TransformerConfig,
+    ClassifierConfig, ClassifierPooling, Family, LoraConfig, LoraFiles, MatrixDtype, MatrixDtypes, ModelFolder,
+    Targets, Transformer, TransformerConfig,
 };
-use toml::Value;
 
 use super::Task;
 use crate::download::{FileProgress, dataset_folder, model_folder};
@@ -47,13 +47,18 @@ impl Recipe {
         let start = self.init_adapter.as_deref().map(LoraFiles::open).transpose()?;
         let adapter = adapter.or(start.as_ref());
         warn_of_config(folder)?;
-        let dropout = self.model.get("dropout").and_then(|value| match value {
-            Value::Integer(whole) => Some(*whole as f64),
-            other => other.as_float(),
-        });
-        config.dropout = dropout.unwrap_or(config.dropout);
-        let ModelSizes { intents, tags, .. } = task.sizes();
-        let config = config.with_intents(intents).with_tags(tags);
+        config.dropout = self.dropout().unwrap_or(config.dropout);
+        let ModelSizes { intents, tags, labels, .. } = task.sizes();
+        let classifier = match task {
+            Task::Classify(task) => {
+                // Without a token for the whole text, its tokens speak for it.
+                let pooling = if task.begins_with_token()? { ClassifierPooling::Cls } else { ClassifierPooling::Mean };
+                let head = files.classifier(labels, pooling)?;
+                Some(ClassifierConfig { dropout: self.dropout().unwrap_or(head.dropout), ..head })
+            }
+            _ => None,
+        };
+        let config = config.with_intents(intents).with_tags(tags).with_classifier(classifier);
         let shown = folder.display().to_string();
         let grown = adapter.and_then(|adapter| adapter.vocab_size(family)).filter(|size| *size != config.vocab_size);
         let grown = grown.map(|size| grown_rows(config.vocab_size, size));

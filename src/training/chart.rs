@@ -1,4 +1,4 @@
-//! Plots of a run: `loss.svg`, and for utterances `confusion.svg`.
+//! Plots of a run: `loss.svg`, and for utterances and labelled texts `confusion.svg`.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::plots::{confusion_matrix, curves};
 use crate::run_folder::{CHART, CONFUSION};
 use crate::runs::Run;
-use crate::tasks::ClassificationReport;
+use crate::tasks::TestReport;
 
 /// Plots the losses in a run folder's `metrics.jsonl` to its `loss.svg`.
 ///
@@ -21,14 +21,15 @@ pub(crate) fn draw(folder: &Path) -> Result<(), Failure> {
     curves("", ["step", "loss, nats per token"], &losses)?.save(&folder.join(CHART))
 }
 
-/// Plots the intent confusions to the folder's `confusion.svg`.
+/// Plots the confusions of intents or labels to the folder's `confusion.svg`.
 ///
 /// # Errors
 /// If the file cannot be written.
-pub(crate) fn draw_confusions(folder: &Path, report: &ClassificationReport) -> Result<(), Failure> {
+pub(crate) fn draw_confusions(folder: &Path, report: &TestReport) -> Result<(), Failure> {
     let (labels, counts) = report.confusion_matrix();
     if labels.is_empty() {
         return Ok(());
     }
-    confusion_matrix("Intents of the test data", &labels, &counts)?.save(&folder.join(CONFUSION))
+    let title = format!("{} of the {} data", report.subject(), report.part());
+    confusion_matrix(&title, &labels, &counts)?.save(&folder.join(CONFUSION))
 }

@@ -4,6 +4,7 @@ use fireclay_kernels::recorder::Memory;
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
+use crate::inference::class_report::ClassScores;
 use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
@@ -49,7 +50,7 @@ pub enum Event {
         /// The text.
         text: String,
     },
-    /// Intent confusions of a validation.
+    /// Confusions of intents or labels in a validation.
     Confused {
         /// Completed steps.
         step: u64,
@@ -116,10 +117,11 @@ impl Event {
                 line
             }
             Self::Validated { step, validation, perplexity } => {
-                let Validation { loss, scores, rewards, answer_accuracy } = validation;
+                let Validation { loss, scores, classes, rewards, answer_accuracy } = validation;
                 let mut line = json!({ "event": "valid", "step": step, "loss": loss });
                 add_perplexity(&mut line, *perplexity);
                 add_scores(&mut line, *scores);
+                add_class_scores(&mut line, *classes);
                 add_rewards(&mut line, *rewards);
                 add_answer_accuracy(&mut line, "answer_accuracy", *answer_accuracy);
                 line
@@ -164,5 +166,14 @@ pub(crate) fn add_scores(line: &mut Value, scores: Option<Scores>) {
         line["intent_accuracy"] = rounded(intent_accuracy);
         line["slot_f1"] = rounded(slot_f1);
         line["sentence_accuracy"] = rounded(sentence_accuracy);
+    }
+}
+
+/// Adds the scores of labels to a line, in percent.
+pub(crate) fn add_class_scores(line: &mut Value, scores: Option<ClassScores>) {
+    if let Some(ClassScores { accuracy, macro_f1 }) = scores {
+        let rounded = |percent: f64| json!((percent * 1e3).round() / 1e3);
+        line["accuracy"] = rounded(accuracy);
+        line["macro_f1"] = rounded(macro_f1);
     }
 }

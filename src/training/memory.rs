@@ -105,9 +105,9 @@ impl MemoryEstimate {
         if training.seq_length > 1 {
             savings.push((format!("seq_length={}", training.seq_length.div_ceil(2)), activations / 2.0));
         }
-        if !adapted {
+        if !adapted && recipe.task.takes_adapter() {
             savings.push(("adapter=lora".into(), trained * 0.95));
-        } else if matches!(recipe.lora.base, BaseKind::Auto | BaseKind::Float) {
+        } else if adapted && matches!(recipe.lora.base, BaseKind::Auto | BaseKind::Float) {
             // 4 bits and a scale of 32 bits per 64.
             let of_nf4 = of_blocks as f64 / bytes * 4.5 / 8.0;
             savings.push(("base=nf4".into(), of_blocks as f64 - of_nf4));

@@ -279,7 +279,7 @@ impl TrainingRun {
             chart::draw_confusions(folder.path(), report)?;
         }
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
-            notice(Level::Info, &format!("\ntest results:\n\n{report}\n"));
+            notice(Level::Info, &format!("\n{} results:\n\n{report}\n", report.part()));
         }
         let summary = session.summary();
         if finished {

@@ -14,10 +14,10 @@ use crate::failure::Failure;
 use crate::process_memory::process_memory;
 use crate::recipe::schema::TrainingRecipe;
 use crate::run_folder::{METRICS, RunFolder};
-use crate::tasks::scores::ClassificationReport;
+use crate::tasks::TestReport;
 use crate::tasks::validation::{Validation, ValidationOutput};
 use crate::training::checkpoint::{self, Best, RunState};
-use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_rewards, add_scores};
+use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_class_scores, add_rewards, add_scores};
 use crate::training::origin::Origin;
 use crate::training::trainer::{StepFigures, StepOutput, Trainer, read_figures};
 use crate::training::watchdog::Watchdog;
@@ -46,7 +46,7 @@ pub(crate) struct Session<B: Backend> {
     first_valid_loss: Option<f64>,
     first_answer_accuracy: Option<f64>,
     final_validation: Option<Validation>,
-    test: Option<ClassificationReport>,
+    test: Option<TestReport>,
     saved: u64,
     watch: Watchdog,
     stopped_early: bool,
@@ -186,7 +186,7 @@ impl<B: Backend> Session<B> {
     }
 
     /// The test report of the best model, if the task has test data.
-    pub(crate) fn test_report(&self) -> Option<&ClassificationReport> {
+    pub(crate) fn test_report(&self) -> Option<&TestReport> {
         self.test.as_ref()
     }
 
@@ -390,7 +390,11 @@ impl<B: Backend> Session<B> {
         if let Some(entropy) = self.trainer.task().source_entropy() {
             summary["source_entropy"] = json!(rounded(entropy));
         }
-        add_scores(&mut summary, self.test.as_ref().map(|report| report.scores));
+        match &self.test {
+            Some(TestReport::Utterances(report)) => add_scores(&mut summary, Some(report.scores)),
+            Some(TestReport::Classes(report)) => add_class_scores(&mut summary, Some(report.scores)),
+            None => {}
+        }
         if let Some(loss) = self.first_valid_loss {
             summary["first_valid_loss"] = json!(rounded(loss));
         }

@@ -20,7 +20,7 @@ use crate::precision::Precision;
 use crate::recipe::{AdapterKind, Recipe, Reduce};
 use crate::tasks::counts::TargetCounts;
 use crate::tasks::resolve::InitialModel;
-use crate::tasks::{Batch, ClassificationReport, Rewards, Task, Validation, ValidationOutput};
+use crate::tasks::{Batch, Rewards, Task, TestReport, Validation, ValidationOutput};
 use crate::training::batches::Batches;
 use crate::training::expert_balance::{ExpertBalance, ExpertLayers};
 use crate::training::memory::MemoryEstimate;
@@ -515,7 +515,7 @@ impl<B: Backend> Trainer<B> {
     ///
     /// # Errors
     /// If the device fails.
-    pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<ClassificationReport>, Failure> {
+    pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<TestReport>, Failure> {
         if !self.task.has_test() {
             return Ok(None);
         }

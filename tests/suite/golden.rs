@@ -193,7 +193,7 @@ backend_test!(scores_of_pairs_match_transformers::<B>(device) {
     let pairs: Vec<Pair> =
         pairs.map(|pair| tokenizer.encode_pair(&text(&pair[0]), &text(&pair[1])).expect("tokens")).collect();
     let model = ModelFolder::new(&folder).load::<B>(&device)?;
-    let head = ScoreHead::<B>::open(&folder, &device)?.expect("a head of one class");
+    let head = ScoreHead::of(&model, &folder)?.expect("a head of one class");
     let scores = head.scores(&model, &pairs)?;
     let wanted: Vec<f32> = golden["scores"]
         .as_array()
@@ -202,7 +202,8 @@ backend_test!(scores_of_pairs_match_transformers::<B>(device) {
         .map(|score| score.as_f64().expect("a number") as f32)
         .collect();
     assert_near::<B>("cross_encoder", &scores, &wanted, 1e-5, &device);
-    assert!(ScoreHead::<B>::open(&crate::golden::folder("bert"), &device)?.is_none());
+    let bert = crate::golden::folder("bert");
+    assert!(ScoreHead::of(&ModelFolder::new(&bert).load::<B>(&device)?, &bert)?.is_none());
 });
 
 /// A model with other parameter values, in order: saving it gives gradients the hub's names.

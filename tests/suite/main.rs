@@ -7,6 +7,7 @@
 
 mod adapters;
 mod chats;
+mod classify;
 mod cli;
 #[path = "../parity/compare.rs"]
 #[allow(dead_code, reason = "some comparisons are for operations alone")]

@@ -29,7 +29,7 @@ fn recipe(settings: &[(&str, &str)]) -> Recipe {
 fn batch(task: &Task, recipe: &Recipe, step: u64) -> UtteranceBatch {
     match task.batch(&recipe.training, step).expect("in memory") {
         Batch::Utterances(batch) => batch,
-        Batch::Tokens(_) | Batch::Pairs(_) => panic!("utterances are asked for"),
+        Batch::Tokens(_) | Batch::Pairs(_) | Batch::Labelled(_) => panic!("utterances are asked for"),
     }
 }
 

@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::DataError;
 
 pub(crate) use field::kind as kind_of_value;
+pub(crate) use parquet::class_names;
 use plain::Plain;
 pub(crate) use text::{cut_between_words, read_file};
 
@@ -258,6 +259,11 @@ fn kind(file: &Path) -> (Format, Compression) {
         Some("parquet") => (Format::Parquet, compression),
         _ => (Format::Text, compression),
     }
+}
+
+/// Whether a file has records, by its name: JSON, a table or Parquet.
+pub(crate) fn has_records(file: &Path) -> bool {
+    matches!(kind(file).0, Format::Json | Format::Table(_) | Format::Parquet)
 }
 
 /// The files in `path` and below, in the order of their names.

@@ -7,6 +7,7 @@ use std::path::Path;
 use parquet::column::reader::ColumnReader;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
+use serde_json::Value;
 
 use super::{EachPiece, Piece, WHOLE_RECORD, field};
 use crate::error::DataError;
@@ -71,6 +72,21 @@ pub(super) fn pieces(
         read_share(1.0 / reader.num_row_groups() as f64);
     }
     Ok(ControlFlow::Continue(()))
+}
+
+/// The names of a column's classes, in the order of their numbers, as Hugging Face's datasets store
+/// them in the file's metadata; none for other columns and other files.
+pub(crate) fn class_names(path: &Path, column: &str) -> Vec<String> {
+    let names = || {
+        let reader = SerializedFileReader::new(File::open(path).ok()?).ok()?;
+        let metadata = reader.metadata().file_metadata().key_value_metadata()?;
+        let stored = metadata.iter().find(|entry| entry.key == "huggingface")?.value.as_deref()?;
+        let stored: Value = serde_json::from_str(stored).ok()?;
+        let feature = &stored["info"]["features"][column];
+        let names = feature["names"].as_array().filter(|_| feature["_type"] == "ClassLabel")?;
+        names.iter().map(|name| name.as_str().map(str::to_string)).collect::<Option<Vec<_>>>()
+    };
+    names().unwrap_or_default()
 }
 
 #[cfg(test)]

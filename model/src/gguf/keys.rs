@@ -66,6 +66,9 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
     if c.intents > 0 || c.tags > 0 {
         return cannot("heads for intents and tags are set");
     }
+    if c.classifier.is_some() {
+        return cannot("classifier is set");
+    }
     let name = architecture.name();
     let mut keys = Vec::new();
     let mut put = |key: &str, value: GgufValue| keys.push((format!("{name}.{key}"), value));

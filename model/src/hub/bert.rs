@@ -12,9 +12,20 @@ pub(super) fn outer(field: &str, path: &str) -> Option<Vec<HubTensor>> {
         "head" => "cls.predictions.decoder.weight",
         "embedding_norm.gamma" => "embeddings.LayerNorm.weight",
         "embedding_norm.beta" => "embeddings.LayerNorm.bias",
+        "classifier.dense" => "bert.pooler.dense.weight",
+        "classifier.dense_bias" => "bert.pooler.dense.bias",
+        "classifier.output" => "classifier.weight",
+        "classifier.output_bias" => "classifier.bias",
         _ => return None,
     };
     Some(vec![whole(name.into(), path)])
+}
+
+/// Gives a tensor of the encoder the name that it has in a model with a head.
+pub(super) fn prefix(tensor: &mut HubTensor) {
+    if !["bert.", "classifier.", "cls.", "intent_head.", "tag_head."].iter().any(|own| tensor.name.starts_with(own)) {
+        tensor.name.insert_str(0, "bert.");
+    }
 }
 
 /// The tensors of a parameter of block `layer`: queries, keys and values are separate.

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::family::{FAMILIES, Family};
 use super::fields::{Fields, activation_name, write_scaling};
 use super::quantization::Quantization;
-use super::{descendants, experts, modernbert};
+use super::{classifier, descendants, experts, modernbert};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 
 /// The key of `config.json` for settings that the hub's format lacks.
@@ -94,6 +94,7 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
         }),
     };
     written.insert(OWN.into(), extra);
+    written.extend(classifier::write(family, c));
     written
 }
 
@@ -183,6 +184,9 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         read.intents = own.size_or("intents", 0)?;
         read.tags = own.size_or("tags", 0)?;
     }
+    if family != Family::Fireclay {
+        read.classifier = classifier::read(&fields, family, &read)?;
+    }
     read.validate()?;
     Ok((family, read))
 }
@@ -232,10 +236,13 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::classifier_config::{ClassifierConfig, ClassifierPooling};
     use crate::rotary::RotaryScaling;
 
     #[test]
     fn every_family_survives_its_own_config_json() {
+        // More than ten: their numbers are not in the order of text.
+        let labels = || (0..12).map(|at| format!("label {}", 12 - at)).collect::<Vec<_>>();
         let llama = TransformerConfig::llama(61, 32, 24, 2, 4).with_n_kv_heads(2);
         let yarn = RotaryScaling::Yarn {
             factor: 4.0,
@@ -339,6 +346,24 @@ mod tests {
             ),
             (TransformerConfig::bert(61, 32, 24, 2, 3), Family::Bert),
             (TransformerConfig::modernbert(61, 32, 24, 4, 3, 8), Family::ModernBert),
+            (TransformerConfig::bert(61, 32, 24, 2, 3).with_dropout(0.2).with_labels(labels()), Family::Bert),
+            (
+                TransformerConfig::modernbert(61, 32, 24, 4, 3, 8).with_classifier(Some(ClassifierConfig {
+                    labels: labels(),
+                    pooling: ClassifierPooling::Mean,
+                    activation: Some(ActivationKind::Silu),
+                    bias: true,
+                    dropout: 0.3,
+                    ..ClassifierConfig::default()
+                })),
+                Family::ModernBert,
+            ),
+            // transformers has no such head.
+            (
+                TransformerConfig::bert(61, 32, 24, 2, 3)
+                    .with_classifier(Some(ClassifierConfig { labels: labels(), ..ClassifierConfig::default() })),
+                Family::Fireclay,
+            ),
             (llama.with_norm(NormKind::LayerNorm), Family::Fireclay),
         ];
         for (config, family) in cases {
@@ -379,6 +404,7 @@ mod tests {
         let granite = llama().with_residual_multiplier(0.5);
         let [gemma2, gemma3] = [TransformerConfig::gemma2, TransformerConfig::gemma3].map(|of| of(61, 32, 24, 3, 4, 5));
         let modernbert = TransformerConfig::modernbert(61, 32, 24, 4, 3, 8);
+        let classifier = modernbert.clone().with_labels(vec!["a".into(), "b".into()]);
         let smollm3 = TransformerConfig::smollm3(61, 32, 24, 5, 4);
         let half = json!({ "full_attention": { "partial_rotary_factor": 0.5 } });
         for (config, more, named) in [
@@ -398,6 +424,10 @@ mod tests {
             (&phi3, json!({ "resid_pdrop": 0.1 }), "resid_pdrop is 0.1"),
             (&smollm3, json!({ "no_rope_layers": [1, 2, 1, 1, 1] }), "no_rope_layers"),
             (&modernbert, json!({ "mlp_dropout": 0.1 }), "mlp_dropout is 0.1"),
+            (&classifier, json!({ "classifier_pooling": "last" }), "classifier_pooling is \"last\""),
+            (&classifier, json!({ "classifier_activation": "tanh" }), "classifier_activation 'tanh'"),
+            (&classifier, json!({ "id2label": { "0": "a", "2": "b" } }), "id2label"),
+            (&classifier, json!({ "id2label": { "0": "a", "1": "a" } }), "label 'a' twice"),
             (&modernbert, json!({ "position_embedding_type": "relative" }), "position_embedding_type"),
         ] {
             let message = changed(config, more).expect_err(named);

@@ -1,6 +1,7 @@
 //! The hub's formats: `config.json` ([`config`]) and tensor names, by model family.
 
 mod bert;
+mod classifier;
 mod config;
 mod descendants;
 mod experts;
@@ -15,7 +16,9 @@ mod tensor;
 
 use serde_json::{Map, Value};
 
-use crate::config::TransformerConfig;
+use self::fields::Fields;
+use crate::classifier_config::{ClassifierConfig, ClassifierPooling};
+use crate::config::{ConfigError, TransformerConfig};
 
 pub(crate) use self::config::read;
 use self::family::FAMILIES;
@@ -49,7 +52,31 @@ impl Family {
             let named = self.tensors_of(config, path);
             tensors.extend(named.ok_or_else(|| format!("{path} has no name in the family {}", self.model_type()))?);
         }
+        if self == Self::Bert && config.classifier.is_some() {
+            tensors.iter_mut().for_each(bert::prefix);
+        }
         Ok(tensors)
+    }
+
+    /// The head for sequences that a pretrained model of `config` gets, without labels, from its
+    /// `config.json`; with `pooling` if that has none.
+    ///
+    /// # Errors
+    /// If a setting is of a wrong type or not supported.
+    pub(crate) fn classifier(
+        self,
+        json: &Value,
+        config: &TransformerConfig,
+        pooling: ClassifierPooling,
+    ) -> Result<ClassifierConfig, ConfigError> {
+        match self {
+            Self::Bert | Self::ModernBert => classifier::settings(&Fields(json), self, config, pooling),
+            _ => {
+                let head = config.clone().with_labels(Vec::new()).classifier.unwrap_or_default();
+                let pooling = if config.classifier.is_some() { head.pooling } else { pooling };
+                Ok(ClassifierConfig { pooling, ..head })
+            }
+        }
     }
 
     /// Whether a checkpoint may have this tensor although the model does not use it: constants of
@@ -59,7 +86,7 @@ impl Family {
         let head = match self {
             Self::Bert => ["pooler.", "bert.pooler.", "cls.", "classifier."].iter().any(|head| name.starts_with(head)),
             Self::ModernBert => ["head.", "decoder.", "classifier."].iter().any(|head| name.starts_with(head)),
-            Self::Fireclay => name.starts_with("heads."),
+            Self::Fireclay => ["heads.", "classifier."].iter().any(|head| name.starts_with(head)),
             _ => {
                 OPTIONAL_PREFIXES.iter().any(|prefix| name.strip_prefix(prefix) == Some("lm_head.weight"))
                     || name == "lm_head.weight"

@@ -104,6 +104,12 @@ pub(super) fn outer(field: &str, path: &str) -> Option<Vec<HubTensor>> {
         "embedding_norm.beta" => "model.embeddings.norm.bias",
         "final_norm.gamma" => "model.final_norm.weight",
         "final_norm.beta" => "model.final_norm.bias",
+        "classifier.dense" => "head.dense.weight",
+        "classifier.dense_bias" => "head.dense.bias",
+        "classifier.norm.gamma" => "head.norm.weight",
+        "classifier.norm.beta" => "head.norm.bias",
+        "classifier.output" => "classifier.weight",
+        "classifier.output_bias" => "classifier.bias",
         _ => return None,
     };
     Some(vec![whole(name.into(), path)])

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
+use crate::inference::class_report::ClassScores;
 use crate::progress::duration;
 use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
@@ -87,7 +88,7 @@ impl Sink for Lines {
             }
             Event::Validated {
                 step,
-                validation: Validation { loss, scores, rewards, answer_accuracy },
+                validation: Validation { loss, scores, classes, rewards, answer_accuracy },
                 perplexity,
             } => {
                 let perplexity = shown(perplexity);
@@ -95,8 +96,11 @@ impl Sink for Lines {
                 let scores = scores.map_or(String::new(), |Scores { intent_accuracy, slot_f1, sentence_accuracy }| {
                     format!("  intents {intent_accuracy:.2}%  slots F1 {slot_f1:.2}  sentences {sentence_accuracy:.2}%")
                 });
+                let classes = classes.map_or(String::new(), |ClassScores { accuracy, macro_f1 }| {
+                    format!("  accuracy {accuracy:.2}%  macro F1 {macro_f1:.2}")
+                });
                 eprintln!(
-                    "step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}{}{answers}",
+                    "step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}{classes}{}{answers}",
                     shown_rewards(rewards)
                 );
             }

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::failure::Failure;
+use crate::inference::class_report::ClassScores;
 use crate::run_folder::TENSORBOARD;
 use crate::tasks::rewards::Rewards;
 use crate::tasks::scores::Scores;
@@ -86,7 +87,11 @@ impl Sink for EventFile {
                 scalars.extend(experts.into_iter().flat_map(ExpertBalance::named));
                 self.scalars(step, &scalars)
             }
-            Event::Validated { step, validation: Validation { loss, scores, rewards, answer_accuracy }, .. } => {
+            Event::Validated {
+                step,
+                validation: Validation { loss, scores, classes, rewards, answer_accuracy },
+                ..
+            } => {
                 let mut scalars = vec![("loss/validation", loss)];
                 if let Some(Scores { intent_accuracy, slot_f1, sentence_accuracy }) = scores {
                     scalars.extend([
@@ -94,6 +99,9 @@ impl Sink for EventFile {
                         ("scores/slot F1", slot_f1),
                         ("scores/sentence accuracy", sentence_accuracy),
                     ]);
+                }
+                if let Some(ClassScores { accuracy, macro_f1 }) = classes {
+                    scalars.extend([("scores/accuracy", accuracy), ("scores/macro F1", macro_f1)]);
                 }
                 scalars.extend(rewards.map(|rewards| ("rewards/validation margins", rewards.margins)));
                 scalars.extend(answer_accuracy.map(|percent| ("scores/answer accuracy", percent)));

@@ -150,6 +150,10 @@ fn figures(state: &State) -> Vec<Line<'static>> {
         add("slots, F1", Some(format!("{:.2}", scores.slot_f1)));
         add("sentences", Some(format!("{:.2}%", scores.sentence_accuracy)));
     }
+    if let Some(classes) = state.classes {
+        add("accuracy", Some(format!("{:.2}%", classes.accuracy)));
+        add("macro F1", Some(format!("{:.2}", classes.macro_f1)));
+    }
     add("tokens/s", state.tokens_per_second.map(|speed| grouped(speed as u64)));
     add("FLOPs used", state.utilization().map(|share| format!("{:.1}% of the peak", 100.0 * share)));
     add("learning rate", state.learning_rate.map(|rate| format!("{rate:.2e}")));
@@ -162,7 +166,7 @@ fn figures(state: &State) -> Vec<Line<'static>> {
     lines
 }
 
-/// The sample, or the intent confusions.
+/// The sample, or the confusions.
 fn draw_writing(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let (title, text) = match (&state.sample, state.confusions.as_slice()) {
         (Some((step, text)), _) => (format!(" sample at step {} ", grouped(*step)), text.trim().to_string()),
@@ -172,7 +176,7 @@ fn draw_writing(frame: &mut Frame<'_>, area: Rect, state: &State) {
                 format!("{count:>4} x {expected} predicted as {predicted}")
             };
             let lines: Vec<String> = confusions.iter().map(line).collect();
-            (" most frequent intent confusions ".to_string(), lines.join("\n"))
+            (" most frequent confusions ".to_string(), lines.join("\n"))
         }
     };
     // Removes control characters.

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use crate::inference::class_report::ClassScores;
 use crate::runs::record::RunRecord;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
@@ -94,6 +95,7 @@ pub(super) struct State {
     /// The step and value of the best validation.
     pub(super) best: Option<(u64, Validation)>,
     pub(super) scores: Option<Scores>,
+    pub(super) classes: Option<ClassScores>,
     pub(super) learning_rate: Option<f64>,
     pub(super) gradient_norm: Option<f64>,
     pub(super) tokens_per_second: Option<f64>,
@@ -123,6 +125,7 @@ impl State {
             valid_loss: None,
             best: None,
             scores: None,
+            classes: None,
             learning_rate: None,
             gradient_norm: None,
             tokens_per_second: None,
@@ -163,6 +166,7 @@ impl State {
                 self.valid.push(*step as f64, validation.loss);
                 self.valid_loss = Some(validation.loss);
                 self.scores = validation.scores;
+                self.classes = validation.classes;
                 if self.best.is_none_or(|(_, best)| validation.is_better_than(&best)) {
                     self.best = Some((*step, validation));
                 }
