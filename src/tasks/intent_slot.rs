@@ -13,7 +13,7 @@ use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceTargets};
 
 use super::counts::TargetCounts;
-use super::scores::{ClassificationReport, Prediction};
+use super::scores::{ClassificationReport, Prediction, TrainedValues};
 use super::validation::{Validation, ValidationOutput};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
@@ -28,6 +28,7 @@ pub struct IntentSlot {
     train: EncodedUtterances,
     valid: HeldOut,
     test: HeldOut,
+    trained: TrainedValues,
 }
 
 /// Utterances for evaluation.
@@ -52,13 +53,13 @@ impl IntentSlot {
         seq_length: usize,
     ) -> Result<Self, Failure> {
         let encode = |part: &[Utterance]| EncodedUtterances::new(part, &labels, &pieces, seq_length);
-        let train = encode(&utterances.train)?;
+        let (train, trained) = (encode(&utterances.train)?, TrainedValues::of(&utterances.train));
         let held_out = |part: Vec<Utterance>| {
             let encoded = encode(&part)?;
             Ok::<_, Failure>(HeldOut { utterances: part, encoded })
         };
         let (valid, test) = (held_out(utterances.valid)?, held_out(utterances.test)?);
-        Ok(Self { labels, pieces, train, valid, test })
+        Ok(Self { labels, pieces, train, valid, test, trained })
     }
 
     /// The utterances of `recipe`, with the labels of their training split.
@@ -170,7 +171,7 @@ impl IntentSlot {
             sum = sum + heads.loss(hidden.clone(), targets, weights, HeadLossOptions::new());
             predicted.read(indices, heads.logits(hidden))?;
         }
-        let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
+        let report = self.report(&self.valid, predicted);
         let validation = Validation { scores: Some(report.scores), ..Validation::of_loss(read_scalars(vec![sum])?[0]) };
         Ok(ValidationOutput { validation, confusions: report.confusions })
     }
@@ -190,7 +191,11 @@ impl IntentSlot {
             let (hidden, _) = encode(batch, device, |tokens| model.forward(tokens));
             predicted.read(indices, heads.logits(hidden))?;
         }
-        Ok(ClassificationReport::new(&self.test.utterances, &predicted.finish(&self.test.utterances)))
+        Ok(self.report(&self.test, predicted))
+    }
+
+    fn report(&self, HeldOut { utterances, .. }: &HeldOut, predicted: PredictedTags<'_>) -> ClassificationReport {
+        ClassificationReport::new(utterances, &predicted.finish(utterances), &self.trained)
     }
 }
 

@@ -17,7 +17,7 @@ use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::scores::ClassificationReport;
 use crate::tasks::validation::{Validation, ValidationOutput};
 use crate::training::checkpoint::{self, Best, RunState};
-use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_rewards, add_scores};
+use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_rewards, add_test};
 use crate::training::origin::Origin;
 use crate::training::trainer::{StepFigures, StepOutput, Trainer, read_figures};
 use crate::training::watchdog::Watchdog;
@@ -389,7 +389,7 @@ impl<B: Backend> Session<B> {
         if let Some(entropy) = self.trainer.task().source_entropy() {
             summary["source_entropy"] = json!(rounded(entropy));
         }
-        add_scores(&mut summary, self.test.as_ref().map(|report| report.scores));
+        add_test(&mut summary, self.test.as_ref());
         if let Some(loss) = self.first_valid_loss {
             summary["first_valid_loss"] = json!(rounded(loss));
         }
