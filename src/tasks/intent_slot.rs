@@ -7,7 +7,8 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{
-    BatchKey, EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation,
+    BatchKey, EMBEDDED_NAMES, EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances,
+    Variation,
 };
 use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceTargets};
@@ -203,6 +204,7 @@ impl IntentSlot {
 fn utterances(recipe: &Recipe) -> Result<Utterances, Failure> {
     match recipe.data.source.as_str() {
         "home" => Ok(Utterances::home()),
+        EMBEDDED_NAMES => Ok(Utterances::names()),
         "" => Err(recipe.lacks_data("utterances")),
         folder => Ok(Utterances::read(Path::new(folder))?),
     }
