@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compares losses of bf16 and f32 training step by step: of two runs of ours, or of PyTorch's autocast and its f32.
 
-    fireclay train gpt2-124m --backend cuda --json --data TEXT --set tokenizer=TOKENIZER --set accumulation=1 --set warmup_steps=20 \\
-        --set valid_every=100000 --steps 200 --seed S --precision bf16 > bf16.jsonl      # and f32
+    fireclay train gpt2-124m --backend cuda --json --data TEXT --set tokenizer=TOKENIZER \\
+        --set accumulation=1 --set warmup_steps=20 --set valid_every=100000 \\
+        --steps 200 --seed S --precision bf16 > bf16.jsonl      # and f32
     python3 benches/loss_curve.py ours bf16.jsonl f32.jsonl
     python3 benches/loss_curve.py torch TEXT TOKENIZER [--seeds 1,2,3] [--steps 200]
 

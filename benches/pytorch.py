@@ -2,7 +2,8 @@
 """The same work in PyTorch, as a peer for `fireclay bench`: one JSON line a measurement.
 
     fireclay bench train   --backend cuda --size gpt2-124m --peer "python3 benches/pytorch.py gpt2-124m"
-    fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"      # prefill:16384 for --length 16384
+    fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"
+                                                                # prefill:16384 for --length 16384
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py kernels"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What needs a GPU: parity in each dtype, the suite's tests that concern the device, and both under compute-sanitizer; but for
-# the mutation run of whole decode steps, which is the suite's (CONTRIBUTING).
+# What needs a GPU: parity in each dtype, the suite's tests that concern the device, and both under
+# compute-sanitizer; but for the mutation run of whole decode steps, which is the suite's
+# (CONTRIBUTING).
 # A test is a process of its own: one that hangs, or breaks the device, takes no other with it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -48,7 +49,11 @@ build() {
   # The program is built as its own unit tests, too.
   python3 - "$out/build.json" >"$out/built" <<'END'
 import json, sys
-names = {("parity", "test"): "FIRECLAY_PARITY", ("suite", "test"): "FIRECLAY_SUITE", ("fireclay", "bin"): "FIRECLAY_BINARY"}
+names = {
+    ("parity", "test"): "FIRECLAY_PARITY",
+    ("suite", "test"): "FIRECLAY_SUITE",
+    ("fireclay", "bin"): "FIRECLAY_BINARY",
+}
 for it in map(json.loads, open(sys.argv[1])):
     name = it.get("executable") and names.get((it["target"]["name"], it["target"]["kind"][0]))
     if name and it["profile"]["test"] == (name != "FIRECLAY_BINARY"):
@@ -82,7 +87,9 @@ parity() {
   local dtypes='f32 bf16 f16' tests
   # Those that compile for minutes begin first, or the others would wait for them at the end.
   local slow='attention_matches_the_reference$|in_half_precision_are|attention_in_half|skinny|few_rows|norms_of_half'
-  mapfile -t tests < <(tests_of "$FIRECLAY_PARITY" | awk -v slow="$slow" '{ print ($0 ~ slow ? 0 : 1), $0 }' | sort | cut -d' ' -f2)
+  mapfile -t tests < <(
+    tests_of "$FIRECLAY_PARITY" | awk -v slow="$slow" '{ print ($0 ~ slow ? 0 : 1), $0 }' | sort | cut -d' ' -f2
+  )
   plan "$dtypes" "$dtypes" "$FIRECLAY_PARITY" "${tests[@]}"
 }
 suite() {
@@ -117,8 +124,8 @@ memcheck() {
   plan parity f32 "$FIRECLAY_PARITY" "${tests[@]}"
 }
 
-# Not large feed-forward layers nor the head's loss over a large vocabulary, for which 126 GB of host memory are not enough, nor
-# whole decode steps, which do not end.
+# Not large feed-forward layers nor the head's loss over a large vocabulary, for which 126 GB of
+# host memory are not enough, nor whole decode steps, which do not end.
 raced=(
   linear::products_are_right_behind_a_rehearsal_of_them
   linear::products_of_f32_are_as_accurate_as_sums_of_f32
@@ -131,7 +138,8 @@ raced=(
 )
 racecheck() {
   # All of Hopper's kernels together: where one is left out, the tool fails.
-  under_sanitizer --tool racecheck --racecheck-report analysis --kernel-name kns=hopper --kernel-name kns=attention_documents || return 0
+  under_sanitizer --tool racecheck --racecheck-report analysis \
+    --kernel-name kns=hopper --kernel-name kns=attention_documents || return 0
   under=(env FIRECLAY_RACECHECK=1 "${under[@]}")
   at_once=1 # It takes much of the host's memory.
   local test
@@ -143,13 +151,15 @@ record() { printf '%s\t%s\t%s\t%s\t%s\t%s\n' "${@:1:4}" "$SECONDS" "${5//$'\t'/ 
 log_of() { echo "$results-$1-${2//::/.}"; }
 
 one_test() {
-  local run=$1 dtype=$2 binary=$3 test=$4 began=$SECONDS code=0 left=$((deadline - SECONDS)) log status=passed why reason
+  local run=$1 dtype=$2 binary=$3 test=$4 began=$SECONDS code=0 left=$((deadline - SECONDS))
+  local log status=passed why reason
   log=$(log_of "$run" "$test")
   [ "$left" -gt 0 ] || { record failed "$run" "$test" "$began" 'did not begin in time'; return; }
   # Should memory run out, this ends first.
   echo 1000 2>/dev/null >/proc/self/oom_score_adj || true
   cd "$folder"
-  FIRECLAY_TEST_DTYPE=$dtype timeout -k 5 "$left" "${under[@]}" "$binary" --exact "$test" --nocapture </dev/null >"$log" 2>&1 &
+  FIRECLAY_TEST_DTYPE=$dtype timeout -k 5 "$left" "${under[@]}" "$binary" --exact "$test" --nocapture \
+    </dev/null >"$log" 2>&1 &
   # shellcheck disable=SC2064
   trap "kill $! 2>/dev/null; exit 1" TERM
   wait $! 2>/dev/null || code=$?
@@ -188,7 +198,8 @@ faults() {
   sed -nE 's/.*warning: (.* does not run here)/\1/p' "$log" | sort -u
   case $code:$((SECONDS >= deadline)) in 124:* | 137:1) echo 'did not end in time'; return ;; esac
   # Tests of refusals panic on purpose: the last message is the one that counts, where a test failed.
-  [ "$code" = 0 ] || awk '/panicked at/ { after = 1; next } after && NF { last = $0; after = 0 } END { print last }' "$log"
+  [ "$code" = 0 ] ||
+    awk '/panicked at/ { after = 1; next } after && NF { last = $0; after = 0 } END { print last }' "$log"
   [ "$code" = 0 ] || echo "ended with $code"
   [ "$code" != 0 ] || grep -q '1 passed; 0 failed' "$log" || echo 'no such test ran'
   if [ ${#under[@]} -gt 0 ] && ! grep -qE ' SUMMARY: 0 (errors|hazards displayed \(0 errors, 0 warnings\))' "$log"; then
@@ -204,7 +215,8 @@ run_part() {
   local began=$SECONDS task runs run dtypes binary test
   deadline=$((began + ${FIRECLAY_GPU_SECONDS:-470}))
   at_once=$(printf '%s\n' "$at_once" "$(nproc)" "${FIRECLAY_GPU_JOBS:-16}" | sort -n | head -n 1)
-  [ ${#tasks[@]} != 0 ] || [ -s "$results" ] || record failed "$part" "all of $part" "$began" "no test is found by $pattern"
+  [ ${#tasks[@]} != 0 ] || [ -s "$results" ] ||
+    record failed "$part" "all of $part" "$began" "no test is found by $pattern"
   for task in "${tasks[@]}"; do
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n || true; done
     IFS=$'\t' read -r runs dtypes binary test <<<"$task"
@@ -237,12 +249,14 @@ show() {
     END { for (i = 1; i <= n; i++) { run = runs[i]; printf "%-20s %10d %10d %10d %10d\n", run, count[run, "passed"],
       count[run, "failed"], count[run, "skipped"], last[run] - first[run] } }' "$results"
   # Under each reason the tests that have it.
-  sed -nE 's/^failed\t(.*)\t(.*)\t.*\t.*\t(.*)/failed, \1: \3\t\2/p' "$results" | sort | while IFS=$'\t' read -r why test; do
-    [ "$why" = "${last:-}" ] || fold -s -w 100 <<<"$why"
-    last=$why
-    printf '  %s\n' "$test"
-  done
-  sed -n 's/^skipped\t.*\t//p' "$results" | sort | uniq -c | sed -E 's/^ *([0-9]+) /skipped, \1 times: /' | fold -s -w 100
+  sed -nE 's/^failed\t(.*)\t(.*)\t.*\t.*\t(.*)/failed, \1: \3\t\2/p' "$results" | sort |
+    while IFS=$'\t' read -r why test; do
+      [ "$why" = "${last:-}" ] || fold -s -w 100 <<<"$why"
+      last=$why
+      printf '  %s\n' "$test"
+    done
+  sed -n 's/^skipped\t.*\t//p' "$results" | sort | uniq -c |
+    sed -E 's/^ *([0-9]+) /skipped, \1 times: /' | fold -s -w 100
   cut -f 1 "$results" >>"$out/statuses"
 }
 

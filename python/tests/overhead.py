@@ -1,9 +1,10 @@
 """Measures the overhead of the Python package compared with the command line:
 
-    python overhead.py FIRECLAY BACKEND FOLDER [KEY=VALUE ...]
+    python overhead.py FIRECLAY BACKEND FOLDER TOKENS STEPS [KEY=VALUE ...]
 
 Creates a model of the recipe `stories` with these settings in FOLDER. Compares the tokens per second of `generate` with
-those of `fireclay generate`, and of `Trainer.step` with those of `fireclay train`: alternating runs, medians of three.
+those of `fireclay generate` over TOKENS tokens, and of `Trainer.step` with those of `fireclay train` over STEPS steps
+after a warm-up: alternating runs, medians of five. Each should last more than a second; build both in release.
 """
 
 from __future__ import annotations
@@ -19,31 +20,38 @@ from typing import Any
 
 import fireclay
 
-PROMPT, TOKENS, STEPS, TURNS = "There was once", 400, 100, 3
+PROMPT, TURNS, WARM_UP, READ_EVERY = "There was once", 5, 100, 100
 
 
-def command(program: str, *arguments: str) -> dict[str, Any]:
+def command(program: str, *arguments: str) -> list[dict[str, Any]]:
     lines = subprocess.run([program, *arguments, "--json"], capture_output=True, text=True, check=True).stdout
-    last: dict[str, Any] = json.loads(lines.splitlines()[-1])
-    return last
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def rate_of(lines: list[dict[str, Any]]) -> float:
+    """The harmonic mean of the steps' rates after the warm-up: every step has as many tokens."""
+    steps = [line for line in lines if line["event"] == "train" and line["step"] > WARM_UP]
+    seconds: float = sum(1 / step["tokens_per_second"] for step in steps)
+    return len(steps) / seconds
 
 
 def main() -> None:
     program, place = sys.argv[1], sys.argv[3]
     backend: Any = sys.argv[2]
-    settings = sys.argv[4:]
+    count, steps = int(sys.argv[4]), int(sys.argv[5])
+    settings = sys.argv[6:]
     folder = Path(place)
     options: dict[str, Any] = dict(setting.split("=", 1) for setting in settings)
     precision: Any = "f32" if backend == "cpu" else "bf16"
     numbers = {key: json.loads(value) if value[:1].isdigit() else value for key, value in options.items()}
     numbers |= {"precision": precision, "backend": backend}
-    with fireclay.Trainer("stories", context_length=512, **numbers) as trainer:
+    with fireclay.Trainer("stories", **(numbers | {"context_length": count + 100, "batch_size": 1})) as trainer:
         trainer.step()
         trainer.save(folder / "model")
     common = ["--backend", backend, "--precision", precision]
     rates: dict[str, list[float]] = {name: [] for name in ("command", "generate", "call", "train", "step")}
     model = fireclay.load(folder / "model", backend=backend, precision=precision)
-    model.generate(PROMPT, max_tokens=TOKENS)
+    model.generate(PROMPT, max_tokens=count, seed=1)
     for _ in range(TURNS):
         # Random weights may generate a stop token early, so rates use the actual number of tokens.
         theirs = command(
@@ -54,31 +62,35 @@ def main() -> None:
             "--prompt",
             PROMPT,
             "--max-tokens",
-            str(TOKENS),
+            str(count),
+            "--seed",
+            "1",
             *common,
-        )
+        )[-1]
         rates["command"].append(theirs["decode_tokens_per_second"])
         begun = time.perf_counter()
-        ours = model.generate(PROMPT, max_tokens=TOKENS, details=True)
+        ours = model.generate(PROMPT, max_tokens=count, seed=1, details=True)
         seconds = time.perf_counter() - begun
         rates["generate"].append(ours.decode_tokens_per_second)
         rates["call"].append(100 * (seconds - ours.prefill_seconds - ours.decode_seconds) / seconds)
     model.close()
-    run = ["train", "stories", "--steps", str(STEPS), "--set", "context_length=512", "--set", "valid_every=100000"]
+    run = ["train", "stories", "--steps", str(WARM_UP + steps), "--set", "context_length=512", "--set", "valid_every=100000"]
     run += ["--set", "valid_tokens=500", "--set", "final_valid_tokens=500", "--set", "checkpoint_every=100000"]
     run += [word for setting in settings for word in ("--set", setting)]
     for _ in range(TURNS):
         shutil.rmtree(folder / "run", ignore_errors=True)
-        theirs = command(program, *run, *common, "--out", str(folder / "run"))
-        rates["train"].append(theirs["tokens_per_second"])
+        lines = command(program, *run, *common, "--out", str(folder / "run"))
+        rates["train"].append(rate_of(lines))
         with fireclay.Trainer("stories", context_length=512, **numbers) as trainer:
-            float(trainer.step())
+            for _ in range(WARM_UP):
+                step = trainer.step()
+            float(step)
             begun, tokens = time.perf_counter(), 0
-            for number in range(STEPS - 1):
+            for number in range(steps):
                 step = trainer.step()
                 tokens += step.tokens
                 # `fireclay train` reads losses at intervals, too.
-                if number % 50 == 49:
+                if number % READ_EVERY == READ_EVERY - 1:
                     float(step)
             float(step)
             rates["step"].append(tokens / (time.perf_counter() - begun))

@@ -328,7 +328,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
             self.moves("embed backward", case(), rows * width * size + vocabulary * width * 4, || {
                 B::embed_backward(Checked::new(EmbedBackward {
                     grad: grad.clone(),
-                    tokens: tokens.clone(),
+                    tokens: ids.clone(),
                     vocabulary,
                     sum: None,
                 }))

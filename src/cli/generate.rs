@@ -13,6 +13,9 @@ use serde_json::json;
 use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched_source};
 use super::signals::{exit_code, interrupt_on_signals};
 
+/// A first decode step is mentioned if it takes this long, in seconds.
+const LONG_WARM_UP: f64 = 0.5;
+
 #[derive(Args)]
 pub(super) struct GenerateArgs {
     /// Run or model folder, .gguf file, or model on the hub: OWNER/NAME, or OWNER/NAME:QUANT for
@@ -84,12 +87,13 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
         GenerationEvent::Done(done) if json => stdout::line(done_line(done)),
         GenerationEvent::Done(done) => {
             stdout::write("\n");
-            eprintln!(
-                "({} tokens after {}; {:.0} tokens/s)",
-                done.tokens.len(),
-                done.prompt_tokens,
-                done.decode_tokens_per_second()
-            );
+            let (tokens, prompt, speed) = (done.tokens.len(), done.prompt_tokens, done.decode_tokens_per_second());
+            let (warm_up, warm_tokens) = (done.warm_up.0.as_secs_f64(), done.warm_up.1 as f64);
+            let warm_up = match warm_up > LONG_WARM_UP && warm_up > 4.0 * warm_tokens / speed {
+                true => format!(" after {warm_up:.1} s of compiling and loading kernels"),
+                false => String::new(),
+            };
+            eprintln!("({tokens} tokens after {prompt}; {speed:.0} tokens/s{warm_up})");
         }
         GenerationEvent::Begun(_) => {}
         GenerationEvent::Refused(number, failure) => {

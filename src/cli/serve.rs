@@ -23,9 +23,10 @@ pub(super) struct ServeArgs {
     /// one GGUF quantization, such as :Q4_K_M
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Folder of a LoRA adapter to apply
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    /// Folder of a LoRA adapter. One alone is merged into the weights. Several, or one with a name, are
+    /// each served as a model of their own next to the base model; a request names one with "model"
+    #[arg(long, value_name = "[NAME=]DIR")]
+    adapter: Vec<String>,
     /// Model name in the API [default: the name on the hub, or the folder's]
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -117,7 +118,9 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     if args.queue == 0 || args.connections == 0 {
         return Err(Failure::usage("--queue and --connections must be 1 or more"));
     }
+    let (merged, adapters) = adapters(&args.adapter);
     let options = ServerOptions {
+        adapters,
         host: args.host,
         port: args.port,
         name: args.name.unwrap_or_else(|| name(&args.model)),
@@ -146,7 +149,7 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     let scheme = if options.tls.is_some() { "https" } else { "http" };
     let open = options.keys.is_empty() && !options.host.is_loopback();
     let backend = args.run.backend();
-    let model = fetched_source(&args.model, args.adapter.as_deref(), backend)?;
+    let model = fetched_source(&args.model, merged.as_deref(), backend)?;
     let server = Server::bind(options)?;
     let (stop, handle) = (server.handle(), server.handle());
     let reload = move || {
@@ -184,6 +187,21 @@ fn name(model: &Path) -> String {
     }
     let whole = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
     whole.file_name().map_or(shown, |name| name.to_string_lossy().into_owned())
+}
+
+/// The adapter to merge, or the adapters to serve by their names.
+fn adapters(given: &[String]) -> (Option<PathBuf>, Vec<(String, PathBuf)>) {
+    let is_folder = |given: &str| !given.contains('=') || Path::new(given).exists();
+    if let [folder] = given
+        && is_folder(folder)
+    {
+        return (Some(folder.into()), Vec::new());
+    }
+    let named = |given: &String| match given.split_once('=') {
+        Some((name, folder)) if !is_folder(given) => (name.to_string(), folder.into()),
+        _ => (name(Path::new(given)), given.into()),
+    };
+    (None, given.iter().map(named).collect())
 }
 
 /// All API keys: of the arguments, the file and the environment.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, Transformer};
+use fireclay_model::{AttentionDirection, LoraFiles, ModelFolder, Transformer};
 
 use crate::failure::Failure;
 use crate::model_folder::{ModelSource, tokenizer, warn_of_config};
@@ -46,6 +46,33 @@ impl<B: Backend> LanguageModel<B> {
         }
         Ok(Self { model, tokenizer })
     }
+}
+
+/// An adapter that can share a model's weights with others.
+///
+/// # Errors
+/// If it is missing or damaged, or changes more than linear layers.
+pub(crate) fn shared_adapter(folder: &Path) -> Result<LoraFiles, Failure> {
+    let files = LoraFiles::open(folder)?;
+    match files.saved_module() {
+        None => Ok(files),
+        Some(saved) => Err(Failure::usage(format!(
+            "{}: it saves {saved} whole, so that it cannot share weights with others: merge it with `fireclay merge`",
+            folder.display()
+        ))),
+    }
+}
+
+/// `model` with the adapter of `source` next to its weights, which both share.
+///
+/// # Errors
+/// If the adapter is missing or damaged, does not fit, or changes more than linear layers.
+pub(crate) fn adapted<B: Backend>(model: &Transformer<B>, source: &ModelSource) -> Result<Transformer<B>, Failure> {
+    let Some(adapter) = source.adapter() else { return Err(Failure::new("there is no adapter")) };
+    let (files, shown) = (shared_adapter(adapter)?, adapter.display());
+    let (family, _) = ModelFolder::new(source.weights()).config()?;
+    let model = model.clone().with_lora(family, files.config(), Some(&files), 0);
+    model.map_err(|reason| Failure::new(format!("{shown}: {reason}")))
 }
 
 /// Shows loading progress on a terminal, and clears it at the end.

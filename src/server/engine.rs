@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::keys::Client;
 use super::served::{Served, ServedEncoder, ServedGenerator};
-use super::{Phase, Shared};
+use super::{Phase, ServerOptions, Shared};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::embedding::Embedder;
@@ -19,6 +19,7 @@ use crate::inference::generation::Generator;
 use crate::inference::generation::scheduler::{
     Finish, OutputToken, Request, RequestId, RequestOutput, Scheduler, TokenFilter,
 };
+use crate::inference::language_model::shared_adapter;
 use crate::inference::prediction::{Prediction, Predictor};
 use crate::inference::scoring::{Pair, ScoreHead};
 use crate::model_folder::ModelSource;
@@ -46,13 +47,18 @@ pub(super) enum Job {
     /// Predict intents and slots.
     Predict { inputs: Vec<String>, reply: Reply<Vec<Prediction>> },
     /// Resume a preempted sequence, with the channel to its client.
-    Resume { id: RequestId, events: UnboundedSender<SequenceEvent> },
+    Resume { id: SequenceId, events: UnboundedSender<SequenceEvent> },
 }
+
+/// A sequence: the number of its model, and its request in that model's scheduler.
+pub(super) type SequenceId = (usize, RequestId);
 
 type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 
 /// A sequence to generate.
 pub(super) struct GenerateJob {
+    /// The number of the model.
+    pub(super) model: usize,
     pub(super) request: Request,
     pub(super) filter: Option<Box<dyn TokenFilter>>,
     /// Bounded by the request's max_tokens.
@@ -107,12 +113,18 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
         let (_, config) = self.model.files()?.config()?;
         match config.attention {
             AttentionDirection::Causal => {
-                let cache = self.shared.options.limits.cache;
+                let ServerOptions { limits, adapters, .. } = &self.shared.options;
+                // Before the model takes its time to load.
+                adapters.iter().try_for_each(|(_, folder)| shared_adapter(folder).map(drop))?;
+                let cache = limits.cache;
                 let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(cache)?;
                 self.write(generator)
             }
             AttentionDirection::Bidirectional if self.shared.options.limits.cache != CachePrecision::Auto => {
                 Err(Failure::usage("--cache-dtype is for models that generate text; this one is an encoder"))
+            }
+            AttentionDirection::Bidirectional if !self.shared.options.adapters.is_empty() => {
+                Err(Failure::usage("several adapters are for a model that generates text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional if self.shared.options.chat_template.is_some() => {
                 Err(Failure::usage("--chat-template is for models that generate text; this one is an encoder"))
@@ -145,23 +157,47 @@ impl<R: FnOnce()> Engine<R> {
             return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
         }
         let step_tokens = limits.step_tokens.unwrap_or_else(Generator::<B>::step_tokens);
-        let mut scheduler =
-            generator.scheduler_of(rows, step_tokens, std::iter::repeat_n(context, rows), limits.cache_tokens);
+        let sources: Vec<ModelSource> = std::iter::once(self.model.clone())
+            .chain(self.shared.options.adapters.iter().map(|(_, folder)| self.model.clone().with_adapter(folder)))
+            .collect();
+        let mut generators = vec![generator];
+        for source in &sources[1..] {
+            let with_adapter = generators[0].with_adapter(source)?;
+            generators.push(with_adapter);
+        }
+        // The models share the memory for keys and values.
+        let lengths = || std::iter::repeat_n(context, rows);
+        let cache_tokens = limits.cache_tokens.unwrap_or_else(|| generators[0].cache_tokens(rows, lengths()));
+        let cache_tokens = cache_tokens / generators.len();
+        let mut models: Vec<(Generator<B>, Scheduler<B>)> = generators
+            .into_iter()
+            .map(|generator| {
+                let scheduler = generator.scheduler_of(rows, step_tokens, lengths(), Some(cache_tokens));
+                (generator, scheduler)
+            })
+            .collect();
         if !B::is_synchronous() {
-            scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
+            // All adapters take the same kernels.
+            for (generator, scheduler) in models.iter_mut().take(2) {
+                scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
+            }
         }
         // A stop may come before the server has started.
         if self.shared.phase() != Phase::Loading {
             return Ok(());
         }
         let template = self.shared.options.chat_template.as_deref();
-        let served = ServedGenerator::new(&generator, self.model.text(), template, context)?;
-        self.begin(Served::Generator(Box::new(served)));
+        let named = self.shared.options.names().zip(&models).zip(&sources);
+        let served = named.map(|((name, (generator, _)), source)| {
+            ServedGenerator::new(name, generator, source.text(), template, context)
+        });
+        let served = served.collect::<Result<_, Failure>>()?;
+        self.begin(Served::Generators(served));
         let Self { shared, ready, .. } = self;
         ready();
         let mut sequences =
-            Sequences { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
-        let served = sequences.serve(&generator);
+            Sequences { shared: &shared, models: &mut models, jobs: HashMap::new(), preempted: HashMap::new() };
+        let served = sequences.serve();
         let end = || served.clone().map_or_else(SequenceEvent::Failed, |()| SequenceEvent::Stopping);
         // The client may be gone.
         for mut waiting in sequences.jobs.into_values().chain(sequences.preempted.into_values()) {
@@ -234,13 +270,14 @@ fn answer<T>(reply: Reply<T>, answer: Result<T, Failure>) -> Result<(), Failure>
     failed.map_or(Ok(()), Err)
 }
 
-/// The sequences in the scheduler.
+/// The sequences in the schedulers.
 struct Sequences<'a, B: Backend> {
     shared: &'a Shared,
-    scheduler: &'a mut Scheduler<B>,
-    jobs: HashMap<RequestId, Waiting>,
+    /// Each model with its scheduler.
+    models: &'a mut [(Generator<B>, Scheduler<B>)],
+    jobs: HashMap<SequenceId, Waiting>,
     /// Preempted sequences that wait in the queue.
-    preempted: HashMap<RequestId, Waiting>,
+    preempted: HashMap<SequenceId, Waiting>,
 }
 
 /// The channel of a sequence, and its output since the last event.
@@ -265,16 +302,18 @@ impl Waiting {
 
 impl<B: Backend> Sequences<'_, B> {
     /// Runs until the server drains, then until all sequences are complete or time is up.
-    fn serve(&mut self, generator: &Generator<B>) -> Result<(), Failure> {
+    fn serve(&mut self) -> Result<(), Failure> {
         loop {
             self.cancel_abandoned();
             self.share()?;
-            while self.jobs.len() < self.scheduler.max_active()
+            // They all have as many rows.
+            while self.jobs.len() < self.models[0].1.max_active()
                 && let Some((client, job)) = self.shared.queue.pop()
             {
                 self.begin(client, job);
             }
-            self.shared.metrics.load(self.scheduler.load(), self.shared.queue.len());
+            let load = self.models.iter().map(|(_, scheduler)| scheduler.load()).sum();
+            self.shared.metrics.load(load, self.shared.queue.len());
             let phase = self.shared.phase();
             if is_over(phase) || (matches!(phase, Phase::Draining(_)) && self.jobs.is_empty()) {
                 return Ok(());
@@ -283,16 +322,20 @@ impl<B: Backend> Sequences<'_, B> {
                 self.shared.queue.wait(SLEEP);
                 continue;
             }
-            self.scheduler.step(generator.model())?;
-            let written = self.scheduler.take();
-            self.send(written);
+            for model in 0..self.models.len() {
+                let (generator, scheduler) = &mut self.models[model];
+                if !scheduler.is_idle() {
+                    scheduler.step(generator.model())?;
+                    self.send(model);
+                }
+            }
         }
     }
 
     /// Preempts sequences of the client furthest above its share, last first, for waiting clients
     /// below theirs. The preempted sequences wait in their own client's queue.
     fn share(&mut self) -> Result<(), Failure> {
-        let rows = self.scheduler.rows();
+        let rows = self.models[0].1.rows();
         let waiting = self.shared.queue.clients();
         if waiting.is_empty() || self.jobs.len() < rows {
             return Ok(());
@@ -312,7 +355,7 @@ impl<B: Backend> Sequences<'_, B> {
                 let last = self.jobs.iter().filter(|(_, job)| job.client == most).map(|(id, _)| *id).max();
                 let Some(id) = last else { break };
                 *held.entry(most).or_default() -= 1;
-                if self.scheduler.pause(id)?
+                if self.models[id.0].1.pause(id.1)?
                     && let Some(text) = self.jobs.remove(&id)
                 {
                     let events = text.events.clone();
@@ -320,8 +363,7 @@ impl<B: Backend> Sequences<'_, B> {
                     self.shared.queue.put_back(most, Job::Resume { id, events });
                 }
                 // Report what it generated before.
-                let written = self.scheduler.take();
-                self.send(written);
+                self.send(id.0);
             }
             *held.entry(client).or_default() += 1;
             self.begin(client, job);
@@ -331,19 +373,20 @@ impl<B: Backend> Sequences<'_, B> {
     fn begin(&mut self, client: Client, job: Job) {
         match job {
             Job::Generate(job) => {
-                let GenerateJob { request, filter, events } = *job;
+                let GenerateJob { model, request, filter, events } = *job;
                 let request = Request { client: client.number(), ..request };
                 let prompt = request.prompt.len();
-                match self.scheduler.add_filtered(request, filter) {
-                    Ok(id) => drop(
-                        self.jobs.insert(id, Waiting { client, prompt, events, new: NewTokens::default(), sent: None }),
-                    ),
+                match self.models[model].1.add_filtered(request, filter) {
+                    Ok(id) => {
+                        let waiting = Waiting { client, prompt, events, new: NewTokens::default(), sent: None };
+                        self.jobs.insert((model, id), waiting);
+                    }
                     Err(failure) => drop(events.send(SequenceEvent::Failed(failure))),
                 }
             }
             Job::Resume { id, .. } => {
                 if let Some(text) = self.preempted.remove(&id) {
-                    self.scheduler.resume(id);
+                    self.models[id.0].1.resume(id.1);
                     self.jobs.insert(id, text);
                 }
             }
@@ -359,11 +402,11 @@ impl<B: Backend> Sequences<'_, B> {
 
     /// Ends sequences whose clients are gone; their pages are free at once.
     fn cancel_abandoned(&mut self) {
-        let scheduler = &mut self.scheduler;
-        let mut wanted = |id: &RequestId, waiting: &mut Waiting| {
+        let models = &mut self.models;
+        let mut wanted = |(model, id): &SequenceId, waiting: &mut Waiting| {
             let abandoned = waiting.events.is_closed();
             if abandoned {
-                scheduler.cancel(*id);
+                models[*model].1.cancel(*id);
             }
             !abandoned
         };
@@ -371,9 +414,10 @@ impl<B: Backend> Sequences<'_, B> {
         self.preempted.retain(&mut wanted);
     }
 
-    /// Sends new output: at once for finished sequences, at intervals for the others.
-    fn send(&mut self, written: Vec<RequestOutput>) {
-        for RequestOutput { id, prompt, tokens, cached, finish } in written {
+    /// Sends new output of a model: at once for finished sequences, at intervals for the others.
+    fn send(&mut self, model: usize) {
+        for RequestOutput { id, prompt, tokens, cached, finish } in self.models[model].1.take() {
+            let id = (model, id);
             let Some(waiting) = self.jobs.get_mut(&id).or_else(|| self.preempted.get_mut(&id)) else { continue };
             if let Some(cached) = cached {
                 waiting.new.cached = cached;

@@ -18,6 +18,7 @@ mod schema;
 mod served;
 mod tools;
 
+use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -56,6 +57,8 @@ pub struct ServerOptions {
     pub port: u16,
     /// The model's name in the API.
     pub name: String,
+    /// LoRA adapters by their names in the API, each served next to the model, on the same weights.
+    pub adapters: Vec<(String, PathBuf)>,
     /// API keys, one of which each request must send; empty to require none.
     pub keys: Vec<String>,
     /// Whether it may listen beyond this machine without a key.
@@ -75,6 +78,13 @@ pub struct ServerOptions {
     pub allowed_origins: Vec<String>,
     /// Limits of requests.
     pub limits: Limits,
+}
+
+impl ServerOptions {
+    /// The names of the served models: the model's, then those of the adapters.
+    fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(self.name.as_str()).chain(self.adapters.iter().map(|(name, _)| name.as_str()))
+    }
 }
 
 /// Format of the log.
@@ -216,10 +226,16 @@ impl Server {
     /// Starts to listen. Requests are told that the model is loading.
     ///
     /// # Errors
-    /// If the address is reachable from other machines without a key or permission, is taken, or a
-    /// certificate file cannot be used.
+    /// If the address is reachable from other machines without a key or permission, is taken, two
+    /// models have one name, or a certificate file cannot be used.
     pub fn bind(options: ServerOptions) -> Result<Self, Failure> {
         let (host, port) = (options.host, options.port);
+        let mut names = HashSet::new();
+        if let Some(twice) = options.names().find(|name| !names.insert(*name)) {
+            return Err(Failure::usage(format!(
+                "two models are named {twice}: name an adapter with --adapter NAME=DIR"
+            )));
+        }
         if !host.is_loopback() && options.keys.is_empty() && !options.insecure {
             return Err(Failure::usage(format!(
                 "--host {host} is reachable from other machines: set --api-key or --api-key-file, or --insecure"

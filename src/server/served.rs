@@ -15,14 +15,16 @@ use crate::inference::generation::Generator;
 
 /// The served model.
 pub(super) enum Served {
-    /// A model that generates text.
-    Generator(Box<ServedGenerator>),
+    /// A model that generates text, and the same with each adapter.
+    Generators(Vec<ServedGenerator>),
     /// An encoder.
     Encoder(Box<ServedEncoder>),
 }
 
 /// A model that generates text.
 pub(super) struct ServedGenerator {
+    /// Its name in the API.
+    pub(super) name: String,
     pub(super) tokenizer: Tokenizer,
     /// The bytes of each token.
     pub(super) token_bytes: Vec<Vec<u8>>,
@@ -45,6 +47,7 @@ pub(super) struct ServedGenerator {
 impl ServedGenerator {
     /// The model of a folder, with the chat template of a file or its own.
     pub(super) fn new<B: Backend>(
+        name: &str,
         generator: &Generator<B>,
         folder: &Path,
         template: Option<&Path>,
@@ -59,6 +62,7 @@ impl ServedGenerator {
         };
         let stop_tokens = generator.stop_tokens().to_vec();
         Ok(Self {
+            name: name.to_string(),
             longest_token: token_bytes.iter().map(Vec::len).max().unwrap_or(1),
             tool_style: template.as_ref().and_then(ToolStyle::of),
             grammars: Arc::new(Grammars::new(&token_bytes, vocabulary, &stop_tokens)),

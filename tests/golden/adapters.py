@@ -4,8 +4,9 @@
     pip install torch transformers peft
     python3 tests/golden/adapters.py
 
-Each case has a folder with adapter_config.json and adapter_model.safetensors as save_pretrained writes them, and golden.safetensors:
-`ids` [2, 12], `logits` [2, 12, vocabulary] of the model with the adapter, `loss` [1], the mean cross entropy of each next token, and
+Each case has a folder with adapter_config.json and adapter_model.safetensors as save_pretrained
+writes them, and golden.safetensors: `ids` [2, 12], `logits` [2, 12, vocabulary] of the model with
+the adapter, `loss` [1], the mean cross entropy of each next token, and
 `gradient.<name in the adapter's file>`.
 """
 import pathlib
@@ -24,7 +25,10 @@ shutil.rmtree(OUT, ignore_errors=True)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
     "llama": ("llama", dict(r=4, lora_alpha=8, target_modules=LINEAR)),
-    "qwen2_rslora": ("qwen2", dict(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"])),
+    "qwen2_rslora": (
+        "qwen2",
+        dict(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
+    ),
     "qwen3_patterns": (
         "qwen3",
         dict(
@@ -35,9 +39,24 @@ CASES = {
             alpha_pattern={"k_proj": 3},
         ),
     ),
-    "gpt2_saved": ("gpt2", dict(r=3, lora_alpha=6, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True, modules_to_save=["ln_f"])),
-    "llama_dora": ("llama", dict(r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "gate_proj", "down_proj"])),
-    "llama_tokens": ("llama", dict(r=2, lora_alpha=4, target_modules=["v_proj"], modules_to_save=["embed_tokens", "lm_head"])),
+    "gpt2_saved": (
+        "gpt2",
+        dict(
+            r=3,
+            lora_alpha=6,
+            target_modules=["c_attn", "mlp.c_proj"],
+            fan_in_fan_out=True,
+            modules_to_save=["ln_f"],
+        ),
+    ),
+    "llama_dora": (
+        "llama",
+        dict(r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "gate_proj", "down_proj"]),
+    ),
+    "llama_tokens": (
+        "llama",
+        dict(r=2, lora_alpha=4, target_modules=["v_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    ),
 }
 
 for name, (base, options) in CASES.items():

@@ -22,8 +22,9 @@ from trl import SFTConfig, SFTTrainer
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "chats"
 OUT.mkdir(exist_ok=True)
-CONTROL = """<s> </s> <pad> <|start_header_id|> <|end_header_id|> <|eot_id|> <|im_start|> <|im_end|> [INST] [/INST] <start_of_turn>
-<end_of_turn> <|system|> <|user|> <|assistant|> <|end|> <|start_of_role|> <|end_of_role|> <|end_of_text|>""".split()
+CONTROL = """<s> </s> <pad> <|start_header_id|> <|end_header_id|> <|eot_id|> <|im_start|> <|im_end|>
+[INST] [/INST] <start_of_turn> <end_of_turn> <|system|> <|user|> <|assistant|> <|end|> <|start_of_role|>
+<|end_of_role|> <|end_of_text|>""".split()
 # Marks what the assistant writes, but for the header; the end of a turn is within.
 GENERATION = """{%- for m in messages -%}
 {{- '<|im_start|>' + m.role + '\\n' -}}
@@ -83,7 +84,12 @@ for name in ["llama3", "qwen", "gemma", "chatml", "zephyr", "granite", "phi"]:
     cases.append({"name": name, "template": families[name], "rows": rows, "trl": labels(families[name], rows)})
 rows = [{"messages": pair["prompt"] + pair["completion"]} for pair in PAIRS]
 cases.append(
-    {"name": "generation", "template": GENERATION, "rows": rows, "trl": labels(GENERATION, rows, assistant_only_loss=True)}
+    {
+        "name": "generation",
+        "template": GENERATION,
+        "rows": rows,
+        "trl": labels(GENERATION, rows, assistant_only_loss=True),
+    }
 )
 tokenizer().save(str(OUT / "tokenizer.json"))
 lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
@@ -91,6 +97,10 @@ lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
 
 parquet = [
     {"messages": [turn("user", "q") | {"name": "n"}, turn("assistant", "a") | {"name": None}]},
-    {"messages": [turn(role, text) | {"name": None} for role, text in [("system", "s"), ("user", "r"), ("assistant", "b")]]},
+    {
+        "messages": [
+            turn(role, text) | {"name": None} for role, text in [("system", "s"), ("user", "r"), ("assistant", "b")]
+        ]
+    },
 ]
 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(parquet), OUT / "messages.parquet")

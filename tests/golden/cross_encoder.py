@@ -1,4 +1,5 @@
-"""Makes tests/golden/cross_encoder: a small BERT with random weights and a head of one class, and transformers' scores of pairs.
+"""Makes tests/golden/cross_encoder: a small BERT with random weights and a head of one class, and
+transformers' scores of pairs.
 
     python3 tests/golden/cross_encoder.py     # needs torch, transformers and tokenizers
 """
@@ -11,10 +12,17 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 OUT = Path(__file__).parent / "cross_encoder"
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"clay kiln pot glaze red blue fire heat wheel slow fast cold hot a the is of in".split()]
+WORDS = [
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]",
+    *"clay kiln pot glaze red blue fire heat wheel slow fast cold hot a the is of in".split(),
+]
 PAIRS = [
-    ("the clay is hot", "fire in the kiln"), ("the clay is hot", "a blue glaze"), ("glaze", "glaze"), ("glaze", "glaze glaze of glaze"),
-    ("slow wheel", "a fast wheel is hot in the cold fire of the kiln"), ("unheard", "words"),
+    ("the clay is hot", "fire in the kiln"),
+    ("the clay is hot", "a blue glaze"),
+    ("glaze", "glaze"),
+    ("glaze", "glaze glaze of glaze"),
+    ("slow wheel", "a fast wheel is hot in the cold fire of the kiln"),
+    ("unheard", "words"),
 ]
 
 
@@ -30,12 +38,15 @@ def main():
     tokenizer.save(str(OUT / "tokenizer.json"))
     torch.manual_seed(10)
     config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, type_vocab_size=2,
-        max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=1, initializer_range=0.4,
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        type_vocab_size=2, max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=1, initializer_range=0.4,
     )
     model = BertForSequenceClassification(config).eval()
     model.save_pretrained(OUT)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]",
+    )
     scores = []
     for first, second in PAIRS:
         with torch.no_grad():

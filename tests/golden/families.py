@@ -5,9 +5,9 @@
     python3 tests/golden/families.py                 # or: families.py OUTPUT_FOLDER
     python3 tests/golden/families.py --check FOLDER  # models that Fireclay saved, one in each folder of FOLDER
 
-A case is a `config.json` as it is found on the hub, in the words of version 4 or 5 of transformers. Weights are no file:
-`weight(i, k)` is element `i` of the tensor that is number `k` by name, and one more for the scale of a norm, but for
-Gemma, whose norms add the one themselves.
+A case is a `config.json` as it is found on the hub, in the words of version 4 or 5 of transformers.
+Weights are no file: `weight(i, k)` is element `i` of the tensor that is number `k` by name, and one
+more for the scale of a norm, but for Gemma, whose norms add the one themselves.
 
 families.json has, for each case, its config and the shapes of its tensors. families.safetensors has for each
 
@@ -43,7 +43,9 @@ BASE = dict(
     vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=3,
     num_key_value_heads=1, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=None, pad_token_id=None,
 )
-OTHER = BASE | dict(hidden_size=20, intermediate_size=28, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+OTHER = BASE | dict(
+    hidden_size=20, intermediate_size=28, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
 
 
@@ -89,7 +91,9 @@ def cases():
         original_max_position_embeddings=CONTEXT,
     )
     yield "olmo2", BASE | dict(rope_theta=500.0, tie_word_embeddings=False)
-    yield "olmo2", OTHER | dict(rope_parameters={"rope_type": "default", "rope_theta": 200.0}, attention_bias=True, head_dim=6)
+    yield "olmo2", OTHER | dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0}, attention_bias=True, head_dim=6,
+    )
     yield "olmo3", BASE | dict(
         num_hidden_layers=4, sliding_window=5, rope_parameters={
             FULL: YARN | {"rope_theta": 500.0}, SLIDING: {"rope_type": "default", "rope_theta": 500.0},
@@ -115,8 +119,8 @@ def cases():
         layer_norm_eps=1e-5, position_embedding_type="absolute", global_attn_every_n_layers=3,
     )
     yield "modernbert", without(OTHER, "num_key_value_heads") | dict(
-        hidden_size=24, local_attention=9, layer_types=[SLIDING, FULL, SLIDING, SLIDING], norm_bias=True, attention_bias=True, mlp_bias=True,
-        hidden_activation="silu", norm_eps=1e-3, rope_parameters={
+        hidden_size=24, local_attention=9, layer_types=[SLIDING, FULL, SLIDING, SLIDING], norm_bias=True,
+        attention_bias=True, mlp_bias=True, hidden_activation="silu", norm_eps=1e-3, rope_parameters={
             FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
             SLIDING: {"rope_type": "default", "rope_theta": 20.0},
         },
@@ -247,7 +251,9 @@ def check(folder):
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         golden = load_file(path / "golden.safetensors")
         kind = AutoModel if "hidden" in golden else AutoModelForCausalLM
-        model, info = kind.from_pretrained(path, attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
+        model, info = kind.from_pretrained(
+            path, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
         unfit = {key: value for key, value in info.items() if value}
         assert not unfit, f"{path.name}: {unfit}"
         with torch.no_grad():

@@ -6,10 +6,13 @@
 
 Needs no network: models have random weights, tokenizers are trained on the text below.
 
-    blocks.safetensors     for each type NAME.blocks, its bytes, and NAME.values, what gguf.quants.dequantize makes of them
-    written.safetensors    weights, for each type that is written NAME.blocks, what gguf.quants.quantize makes of them, and
-                           for those that it cannot make NAME.error, the root mean square error of llama.cpp's quantizer (with
-                           GGML_BASE naming its libggml-base.so, which npm's node-llama-cpp ships; otherwise they are kept)
+    blocks.safetensors     for each type NAME.blocks, its bytes, and NAME.values, what
+                           gguf.quants.dequantize makes of them
+    written.safetensors    weights, for each type that is written NAME.blocks, what
+                           gguf.quants.quantize makes of them, and for those that it cannot make
+                           NAME.error, the root mean square error of llama.cpp's quantizer (with
+                           GGML_BASE naming its libggml-base.so, which npm's node-llama-cpp ships;
+                           otherwise they are kept)
     <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
     families.safetensors   the same for the models of `families()`, which --families makes alone
     models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
@@ -245,7 +248,8 @@ def all_models(tokenizer):
     write("mistral", "llama", draw(mistral, 3), golden, prepare=lambda writer: writer.add_sliding_window(5))
     vocabulary = dict(vocab_size=len(tokenizer), tie_word_embeddings=True)
     qwen2 = Qwen2ForCausalLM(Qwen2Config(rope_parameters=rope | dict(rope_theta=1e6), **(plain | vocabulary)))
-    write("qwen2", "qwen2", draw(qwen2, 4), golden, prepare=lambda writer: bpe_keys(writer, tokenizer, "qwen2", QWEN_CONTROL))
+    write("qwen2", "qwen2", draw(qwen2, 4), golden,
+          prepare=lambda writer: bpe_keys(writer, tokenizer, "qwen2", QWEN_CONTROL))
     qwen3 = Qwen3ForCausalLM(Qwen3Config(rope_parameters=rope, head_dim=12, **plain))
     write("qwen3", "qwen3", draw(qwen3, 5), golden)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4))
@@ -291,21 +295,24 @@ def families():
     gemma2 = Gemma2Config(**base, head_dim=6, query_pre_attn_scalar=6, sliding_window=5, attn_logit_softcapping=1.5,
                           final_logit_softcapping=2.5, rope_parameters=default(1e4))
     write("gemma2", "gemma2", draw(Gemma2ForCausalLM(gemma2), 21), golden, prepare=gemma2_keys)
-    linear = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": default(1e4)}
-    gemma3 = Gemma3TextConfig(**(base | dict(num_hidden_layers=7)), head_dim=6, query_pre_attn_scalar=6, sliding_window=5,
-                              rope_parameters=linear)
+    linear = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+              "sliding_attention": default(1e4)}
+    gemma3 = Gemma3TextConfig(**(base | dict(num_hidden_layers=7)), head_dim=6, query_pre_attn_scalar=6,
+                              sliding_window=5, rope_parameters=linear)
     write("gemma3", "gemma3", draw(Gemma3ForCausalLM(gemma3), 22), golden, prepare=gemma3_keys)
     plain = base | dict(tie_word_embeddings=False)
     olmo2 = Olmo2Config(**plain, rope_parameters=default(5e5))
     write("olmo2", "olmo2", draw(Olmo2ForCausalLM(olmo2), 23), golden)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
-    olmo3 = Olmo3Config(**plain, sliding_window=5, rope_parameters={"full_attention": yarn, "sliding_attention": default(5e5)})
+    olmo3 = Olmo3Config(**plain, sliding_window=5,
+                        rope_parameters={"full_attention": yarn, "sliding_attention": default(5e5)})
     write("olmo3", "olmo2", draw(Olmo3ForCausalLM(olmo3), 24), golden, prepare=olmo3_keys)
     short, long = [1.0, 1.2, 1.5], [2.0, 3.0, 9.0]
     longrope = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 1.3,
                 "original_max_position_embeddings": 32, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     phi3 = Phi3Config(**plain, sliding_window=7, original_max_position_embeddings=32, rope_parameters=longrope)
-    factors = [("rope_factors_long.weight", np.array(long, np.float32)), ("rope_factors_short.weight", np.array(short, np.float32))]
+    factors = [("rope_factors_long.weight", np.array(long, np.float32)),
+               ("rope_factors_short.weight", np.array(short, np.float32))]
     write("phi3", "phi3", draw(Phi3ForCausalLM(phi3), 25), golden, prepare=phi3_keys, extra=factors)
     granite = GraniteConfig(**plain, attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.5,
                             logits_scaling=2.0, mlp_bias=True, attention_bias=True, rope_parameters=default(1e4))
@@ -327,8 +334,8 @@ SAMPLES = [
     "Hello, world!", "", " ", "  two  spaces ", "It's we'll THEY'RE I'M", "1234567890 12 3,141.59", "a\n\nb\r\n\tc \n",
     "Émile's café, naïve façade", "E\u0301mile decomposed cafe\u0301", "Привет, мир!", "你好，世界。こんにちは 세계",
     "🔥🧱 fire", "def kiln(x):\n    return x + 1  # heat\n", "CamelCaseWords ALLCAPS snake_case x86_64", "½ ² ③ ٣",
-    "\u00a0nbsp\u2003em", "<|im_start|>user\nclay<|im_end|>", "<s>a</s> b", "a_b-c/d\\e", "…—“quoted”", "path/to/file.txt\n/",
-    "the kiln's\n \n  wheel", "\n", "trailing space ", "ꙮ rare \U0001F9D1\u200D\U0001F680",
+    "\u00a0nbsp\u2003em", "<|im_start|>user\nclay<|im_end|>", "<s>a</s> b", "a_b-c/d\\e", "…—“quoted”",
+    "path/to/file.txt\n/", "the kiln's\n \n  wheel", "\n", "trailing space ", "ꙮ rare \U0001F9D1\u200D\U0001F680",
 ]
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -356,10 +363,12 @@ O200K = "|".join([r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{
 # Letters of alphabets that have capitals, one by one.
 CASED = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
-    "\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
-    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
+    "\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3"
+    "\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124"
+    "\u2126\u2128\u212a-\u212d"
     "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ\U00010400-\U0001044f"
-    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 IDEOGRAPHS = "[一-龥ࠀ-一가-퟿]+"
 MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
@@ -374,19 +383,24 @@ KINDS = {
     "smollm": dict(cut=[pre_tokenizers.Digits(individual_digits=True), byte_level(True)], control=QWEN_CONTROL),
     "tekken": dict(cut=[split(TEKKEN), byte_level(False)], whole=True, control=["<s>", "</s>"], bos="<s>"),
     "deepseek-coder": dict(cut=[split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"),
-                                split("[一-龥ࠀ-一가-퟿]+"), pre_tokenizers.Digits(individual_digits=True), byte_level(False)],
+                                split("[一-龥ࠀ-一가-퟿]+"), pre_tokenizers.Digits(individual_digits=True),
+                                byte_level(False)],
                            control=["<s>", "</s>"], bos="<s>", says_bos=True),
     # What llama.cpp takes where a file names no pattern.
-    "default": dict(cut=[split(r"[\p{P}\$\+<=>\^~\|]+"), split(GPT2), split(r"\p{N}+"), split("[0-9][0-9][0-9]"), byte_level(False)],
+    "default": dict(cut=[split(r"[\p{P}\$\+<=>\^~\|]+"), split(GPT2), split(r"\p{N}+"), split("[0-9][0-9][0-9]"),
+                         byte_level(False)],
                     control=["<|endoftext|>"]),
-    "falcon": dict(cut=[pre_tokenizers.Punctuation("contiguous"), byte_level(True), pre_tokenizers.Digits(individual_digits=False),
-                        split("[0-9][0-9][0-9]")], control=["<|endoftext|>"]),
+    "falcon": dict(cut=[pre_tokenizers.Punctuation("contiguous"), byte_level(True),
+                        pre_tokenizers.Digits(individual_digits=False), split("[0-9][0-9][0-9]")],
+                   control=["<|endoftext|>"]),
     "gpt-4o": dict(cut=[split(O200K), byte_level(False)], control=["<|endoftext|>"]),
-    "deepseek-llm": dict(cut=[split(r"[\r\n]"), split(rf"\s?[{CASED}]+"), split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"), split(r"\s+$"),
+    "deepseek-llm": dict(cut=[split(r"[\r\n]"), split(rf"\s?[{CASED}]+"),
+                              split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"), split(r"\s+$"),
                               split(IDEOGRAPHS), pre_tokenizers.Digits(individual_digits=False), byte_level(False)],
                          control=["<s>", "</s>"], bos="<s>", says_bos=True),
     "deepseek-v3": dict(cut=[split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"),
-                             split(MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+                             split(MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                                   r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
                              byte_level(False)], control=["<s>", "</s>"], bos="<s>", says_bos=True),
 }
 
@@ -446,9 +460,12 @@ def sentencepiece_tokenizer(writer):
         size = model.vocab_size()
         kinds = []
         for at in range(size):
-            kinds.append(gguf.TokenType.UNKNOWN if model.is_unknown(at) else gguf.TokenType.CONTROL if model.is_control(at)
-                         else gguf.TokenType.BYTE if model.is_byte(at) else gguf.TokenType.UNUSED if model.is_unused(at)
-                         else gguf.TokenType.USER_DEFINED if model.id_to_piece(at) == "<tool>" else gguf.TokenType.NORMAL)
+            kinds.append(gguf.TokenType.UNKNOWN if model.is_unknown(at)
+                         else gguf.TokenType.CONTROL if model.is_control(at)
+                         else gguf.TokenType.BYTE if model.is_byte(at)
+                         else gguf.TokenType.UNUSED if model.is_unused(at)
+                         else gguf.TokenType.USER_DEFINED if model.id_to_piece(at) == "<tool>"
+                         else gguf.TokenType.NORMAL)
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_list([model.id_to_piece(at) for at in range(size)])

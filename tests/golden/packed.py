@@ -8,16 +8,19 @@ Needs no network: each model is a Llama of one layer with random weights, quanti
 
     <name>/config.json, model.safetensors    a checkpoint as the method's own package lays it out
     golden.safetensors                       tokens, and for each name
-        <name>.logits                        transformers, in float64, on the dequantized weights, of GPTQ and AWQ before
-                                             they are rounded to f16
-        <name>.down_proj                     every third row of the dequantized matrix of model.layers.0.mlp.down_proj, in the dtype
-                                             that the package computes it in
+        <name>.logits                        transformers, in float64, on the dequantized weights,
+                                             of GPTQ and AWQ before they are rounded to f16
+        <name>.down_proj                     every third row of the dequantized matrix of
+                                             model.layers.0.mlp.down_proj, in the dtype that the
+                                             package computes it in
 
-bitsandbytes and compressed-tensors quantize and dequantize here; that transformers computes the same of their folders is
-asserted (but for zero points of compressed-tensors, which transformers 5.24 does not load). FP8 is dequantized by transformers' own class, MXFP4 by its function. GPTQ and AWQ are packed and
-dequantized by the formulas that gptqmodel (`dequantize_weight` of its linear layers, and the conversion of version 1) and
-autoawq (`dequantize_gemm`) publish, written anew in numpy, since these packages do not install with current versions of PyTorch;
-`packed_check.py` compares the results with theirs.
+bitsandbytes and compressed-tensors quantize and dequantize here; that transformers computes the
+same of their folders is asserted (but for zero points of compressed-tensors, which transformers
+5.24 does not load). FP8 is dequantized by transformers' own class, MXFP4 by its function. GPTQ and
+AWQ are packed and dequantized by the formulas that gptqmodel (`dequantize_weight` of its linear
+layers, and the conversion of version 1) and autoawq (`dequantize_gemm`) publish, written anew in
+numpy, since these packages do not install with current versions of PyTorch; `packed_check.py`
+compares the results with theirs.
 """
 
 import json
@@ -43,9 +46,10 @@ GOLDEN = {}
 
 def model(width=96, **more):
     torch.manual_seed(5)
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=width, num_hidden_layers=1, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5, tie_word_embeddings=False,
-                         rope_parameters=dict(rope_type="default", rope_theta=10000.0), **more)
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=width, num_hidden_layers=1,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5,
+                         tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+                         **more)
     made = LlamaForCausalLM(config)
     with torch.no_grad():
         for p in made.parameters():
@@ -55,8 +59,8 @@ def model(width=96, **more):
 
 
 def write(name, method, pack, width=96, keep=torch.float16, check=False):
-    """`pack(key, weight)` gives the tensors of a linear layer, by what follows its name, the dequantized weight, and that
-    before it is rounded, where it is."""
+    """`pack(key, weight)` gives the tensors of a linear layer, by what follows its name, the
+    dequantized weight, and that before it is rounded, where it is."""
     made = model(width)
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -100,14 +104,15 @@ def bnb4(kind, nested):
         packed, state = bnb.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
         parts = {"weight": packed}
         parts |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-        # Blocks run on from row to row; the package's kernel for the CPU takes each for a row's own, so it gets them as rows.
+        # Blocks run on from row to row; the package's kernel for the CPU takes each for a row's
+        # own, so it gets them as rows.
         shape, state.shape = state.shape, torch.Size([weight.numel() // 64, 64])
         return parts, bnb.dequantize_4bit(packed, state).reshape(shape)
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
               "_load_in_8bit": False, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested,
               "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8",
-              "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
-              "llm_int8_threshold": 6.0}
+              "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
+              "llm_int8_skip_modules": None, "llm_int8_threshold": 6.0}
     return config, pack
 
 
@@ -139,8 +144,10 @@ def rounded(weight, groups, bits, symmetric):
             high = np.maximum(-low, high)
             low = -high
         scales[group] = ((high - low) / most).astype(np.float16)
-        zeros[group] = 2 ** (bits - 1) if symmetric else np.clip(np.round(-low / scales[group].astype(np.float32)), 1, most)
-        codes[:, groups == group] = np.clip(np.round(own / scales[group].astype(np.float32)[:, None]) + zeros[group][:, None], 0, most)
+        zeros[group] = 2 ** (bits - 1) if symmetric else np.clip(
+            np.round(-low / scales[group].astype(np.float32)), 1, most)
+        codes[:, groups == group] = np.clip(
+            np.round(own / scales[group].astype(np.float32)[:, None]) + zeros[group][:, None], 0, most)
     return codes, scales, zeros
 
 
@@ -160,7 +167,8 @@ def gptq(bits, size, symmetric=True, act_order=False, version=1):
         exact = scales[groups].astype(np.float32) * (codes.T - zeros[groups]).astype(np.float32)
         return parts, torch.from_numpy(own.T.copy()), torch.from_numpy(exact.T.copy())
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": act_order, "sym": symmetric,
-              "true_sequential": True, "damp_percent": 0.01, "lm_head": False, "pack_dtype": "int32", "meta": {"quantizer": ["x"]},
+              "true_sequential": True, "damp_percent": 0.01, "lm_head": False, "pack_dtype": "int32",
+              "meta": {"quantizer": ["x"]},
               "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
     return config, pack
 
@@ -181,7 +189,8 @@ def awq(base, weight):
         torch.from_numpy(own.T.copy()), torch.from_numpy(exact.T.copy())
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+       "modules_to_not_convert": None}
 
 
 # ---------------------------------------------------------------- FP8
@@ -234,14 +243,16 @@ def compressed(form, **args):
             scale, zero = groups.abs().amax(2) / 448, None
         elif has_zeros:
             scale = ((high - low) / (2 ** weights.num_bits - 1)).bfloat16().float()
-            zero = (-(2 ** (weights.num_bits - 1)) - low / scale).round().clamp(-2 ** (weights.num_bits - 1), 2 ** (weights.num_bits - 1) - 1)
+            zero = (-(2 ** (weights.num_bits - 1)) - low / scale).round().clamp(
+                -2 ** (weights.num_bits - 1), 2 ** (weights.num_bits - 1) - 1)
             zero = zero.to(torch.int8)
         else:
             scale, zero = (groups.abs().amax(2) / (2 ** (weights.num_bits - 1))).bfloat16().float(), None
         codes = quantize(x=weight, scale=scale, zero_point=zero, args=weights, dtype=weights.pytorch_dtype())
         parts = {"weight_scale": scale.bfloat16() if weights.type == "int" else scale}
         if form == "pack-quantized":
-            parts |= {"weight_packed": pack_to_int32(codes, weights.num_bits), "weight_shape": torch.tensor(weight.shape)}
+            parts |= {"weight_packed": pack_to_int32(codes, weights.num_bits),
+                      "weight_shape": torch.tensor(weight.shape)}
             if has_zeros:
                 parts["weight_zero_point"] = pack_to_int32(zero, weights.num_bits, packed_dim=0)
                 zero = unpack_from_int32(parts["weight_zero_point"], weights.num_bits, zero.shape, packed_dim=0)
@@ -249,11 +260,13 @@ def compressed(form, **args):
         else:
             parts["weight"] = codes
         return parts, dequantize(x_q=codes, scale=scale, zero_point=zero, args=weights)
-    activations = None if form == "pack-quantized" else {"num_bits": 8, "type": args["type"], "dynamic": True, "strategy": "token"}
-    config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": ["lm_head"],
-              "kv_cache_scheme": None, "global_compression_ratio": 1.5,
-              "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": activations, "output_activations": None,
-                                            "weights": {"dynamic": False, "observer": "minmax", "actorder": None} | args}}}
+    activations = None if form == "pack-quantized" else {
+        "num_bits": 8, "type": args["type"], "dynamic": True, "strategy": "token"}
+    config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+              "ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": 1.5,
+              "config_groups": {"group_0": {
+                  "targets": ["Linear"], "input_activations": activations, "output_activations": None,
+                  "weights": {"dynamic": False, "observer": "minmax", "actorder": None} | args}}}
     return config, pack
 
 
@@ -282,7 +295,9 @@ if __name__ == "__main__":
         straddles = kind == "fp4"
         write(name, config, pack, width=96 if straddles else 128, check=not straddles)
     config, _ = bnb4("nf4", False)
-    write("bnb_int8", config | {"load_in_4bit": False, "load_in_8bit": True, "_load_in_4bit": False, "_load_in_8bit": True}, bnb8)
+    write("bnb_int8",
+          config | {"load_in_4bit": False, "load_in_8bit": True, "_load_in_4bit": False, "_load_in_8bit": True},
+          bnb8)
     write("gptq_4", *gptq(4, 32))
     write("gptq_4_act_order", *gptq(4, 32, symmetric=False, act_order=True))
     write("gptq_8", *gptq(8, -1, version=2))
@@ -293,10 +308,14 @@ if __name__ == "__main__":
     write("fp8_block", fp8 | {"weight_block_size": [128, 128]}, fp8_block, width=160)
     write("fp8_tensor", fp8 | {"activation_scheme": "static", "weight_block_size": None}, fp8_tensor)
     write("fbgemm_fp8", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fbgemm)
-    write("float_quantized", *compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True))
+    write("float_quantized",
+          *compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True))
     write("int_quantized", *compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True))
-    write("packed_4", *compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), check=True)
-    write("packed_4_zeros", *compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False))
+    write("packed_4",
+          *compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
+          check=True)
+    write("packed_4_zeros",
+          *compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False))
     mxfp4()
     save_file({name: value.contiguous().clone() for name, value in GOLDEN.items()}, OUT / "golden.safetensors")
     for path in sorted(OUT.rglob("*")):

@@ -5,8 +5,9 @@
     pip download --no-deps auto-gptq autoawq       # unpack both into FOLDER
     python3 tests/golden/packed_check.py FOLDER
 
-Neither package installs with current versions of PyTorch, so their modules are loaded alone. auto-gptq reads checkpoints of
-version 1 only, whose stored zero points are one less: those of version 2 are lowered by one first.
+Neither package installs with current versions of PyTorch, so their modules are loaded alone.
+auto-gptq reads checkpoints of version 1 only, whose stored zero points are one less: those of
+version 2 are lowered by one first.
 """
 
 import importlib.util
@@ -40,7 +41,9 @@ def main() -> None:
         config = json.loads((PACKED / name / "config.json").read_text())["quantization_config"]
         bits, size = config["bits"], config["group_size"]
         stored = safe_open(PACKED / name / "model.safetensors", "pt")
-        part = {key: stored.get_tensor(f"model.layers.0.mlp.down_proj.{key}") for key in ["qweight", "qzeros", "scales"]}
+        part = {
+            key: stored.get_tensor(f"model.layers.0.mlp.down_proj.{key}") for key in ["qweight", "qzeros", "scales"]
+        }
         if name == "awq":
             weight = unpacking.dequantize_gemm(part["qweight"], part["qzeros"], part["scales"], bits, size)
         else:

@@ -4,8 +4,8 @@
     pip install torch transformers peft trl
     python3 tests/golden/preferences.py
 
-The policy is the model `llama` with the adapter `adapters/llama`, and the reference is that model without an adapter. Three
-pairs, BETA 0.3:
+The policy is the model `llama` with the adapter `adapters/llama`, and the reference is that model
+without an adapter. Three pairs, BETA 0.3:
 
 pair.<i>.{prompt,chosen,rejected}    token ids
 <loss>.loss                          mean over the pairs
@@ -62,7 +62,9 @@ for loss in LOSSES:
         # In f64, so that the figures are right to the last bit of f32.
         model = trainer.model.train().double()
         named = {
-            key.replace(".default", ""): parameter for key, parameter in model.named_parameters() if parameter.requires_grad
+            key.replace(".default", ""): parameter
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         assert named.keys() == adapter.keys(), (sorted(named)[:3], sorted(adapter)[:3])
         with torch.no_grad():

@@ -39,7 +39,9 @@ def case(odds):
     for slot, counts in sorted(theirs["slots"]["chunks"].items()):
         ours = [{span for span in part if span[0] == slot} for part in spans]
         found = {"present": len(ours[0]), "found": len(ours[1]), "right": len(ours[0] & ours[1])}
-        assert found == dict(zip(("present", "found", "right"), (counts["stats"][n] for n in ("gold", "pred", "correct"))))
+        assert found == dict(
+            zip(("present", "found", "right"), (counts["stats"][n] for n in ("gold", "pred", "correct")))
+        )
         slots[slot] = found
     return {"meant": meant, "heard": heard, "f1": f1, "slots": slots}
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes tokenizer_kinds.json: tokenizers of 40 kinds, their ids for some strings, and how strings continue after a prompt.
+"""Writes tokenizer_kinds.json: tokenizers of 40 kinds, their ids for some strings, and how strings
+continue after a prompt.
 
     pip install tokenizers
     python3 tests/golden/tokenizer_kinds.py         # or: tokenizer_kinds.py OUTPUT_FILE
@@ -43,7 +44,9 @@ def trained(model, trainer, pre_tokenizer=None, normalizer=None):
 def bases():
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     yield "byte-level", trained(models.BPE(), trainer, level)
     metaspace = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", "<s>", "</s>"] + bytes_, show_progress=False)
@@ -55,12 +58,21 @@ def bases():
     trainer = trainers.UnigramTrainer(vocab_size=110, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
     yield "unigram", trained(models.Unigram(), trainer, metaspace)
     trainer = trainers.WordPieceTrainer(vocab_size=110, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
-    bert = trained(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer())
+    bert = trained(
+        models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
+    )
     yield "wordpiece", bert
     trainer = trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False)
     yield "words", trained(models.WordLevel(unk_token="<unk>"), trainer, pre_tokenizers.Whitespace())
-    trainer = trainers.BpeTrainer(vocab_size=130, end_of_word_suffix="</w>", special_tokens=["<unk>"], show_progress=False)
-    suffix = trained(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"), trainer, pre_tokenizers.BertPreTokenizer(), normalizers.Lowercase())
+    trainer = trainers.BpeTrainer(
+        vocab_size=130, end_of_word_suffix="</w>", special_tokens=["<unk>"], show_progress=False
+    )
+    suffix = trained(
+        models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
+        trainer,
+        pre_tokenizers.BertPreTokenizer(),
+        normalizers.Lowercase(),
+    )
     yield "suffixes", suffix
 
 
@@ -76,14 +88,21 @@ def kinds():
     """A base, and what is replaced in it."""
     split = pre_tokenizers.Split
     from tokenizers import Regex
-    llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    llama3 = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     of_bytes = {"decoder": part(decoders.ByteLevel())}
     for more in [{}, {"add_prefix_space": True}, {"use_regex": False}, {"trim_offsets": False}]:
-        yield "byte-level", of_bytes | {"pre_tokenizer": part(pre_tokenizers.ByteLevel(**({"add_prefix_space": False} | more)))}
+        yield "byte-level", of_bytes | {
+            "pre_tokenizer": part(pre_tokenizers.ByteLevel(**({"add_prefix_space": False} | more)))
+        }
     for normalizer in [normalizers.NFC(), normalizers.NFKC(), normalizers.NFD(), normalizers.Lowercase()]:
         yield "byte-level", of_bytes | {"normalizer": part(normalizer)}
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for pattern, behaviour in [(llama3, "isolated"), (r"\d", "isolated"), (r"\s+", "merged_with_next"), (r" ", "removed")]:
+    for pattern, behaviour in [
+        (llama3, "isolated"), (r"\d", "isolated"), (r"\s+", "merged_with_next"), (r" ", "removed"),
+    ]:
         cut = split(Regex(pattern), behaviour)
         yield "byte-level", of_bytes | {"pre_tokenizer": part(pre_tokenizers.Sequence([cut, plain]))}
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -113,7 +132,10 @@ def kinds():
     for clean in [True, False]:
         yield "wordpiece", {"decoder": part(decoders.WordPiece(cleanup=clean))}
     for more in [{"lowercase": False}, {"strip_accents": True}, {"handle_chinese_chars": False}]:
-        yield "wordpiece", {"normalizer": part(normalizers.BertNormalizer(**more)), "decoder": part(decoders.WordPiece())}
+        yield "wordpiece", {
+            "normalizer": part(normalizers.BertNormalizer(**more)),
+            "decoder": part(decoders.WordPiece()),
+        }
     yield "words", {}
     yield "words", {"pre_tokenizer": part(pre_tokenizers.WhitespaceSplit())}
     yield "suffixes", {"decoder": part(decoders.BPEDecoder())}
@@ -142,7 +164,9 @@ def main():
     print(len(cases), "kinds,", sum(len(found) for case in cases for found in case["continued"]), "continuations")
     states = {base: state(tokenizer) for base, tokenizer in made.items()}
     lines = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in cases)
-    bases_ = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(own, separators=(',', ':'))}" for name, own in states.items())
+    bases_ = ",\n  ".join(
+        f"{json.dumps(name)}: {json.dumps(own, separators=(',', ':'))}" for name, own in states.items()
+    )
     OUT.write_text(f'{{"samples": {json.dumps(SAMPLES)},\n "bases": {{\n  {bases_}}},\n "cases": [\n  {lines}]}}\n')
 
 

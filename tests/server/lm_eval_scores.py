@@ -1,7 +1,10 @@
-"""Log-likelihoods by lm-evaluation-harness: of a server, against those of its own `hf` backend on the same checkpoint.
+"""Log-likelihoods by lm-evaluation-harness: of a server, against those of its own `hf` backend on
+the same checkpoint.
 
-    python3 tests/server/lm_eval_scores.py URL             # asks the server of FOLDER/chat, as models.py makes it
-    python3 tests/server/lm_eval_scores.py --make FOLDER   # writes the wanted numbers again: needs torch and transformers
+    python3 tests/server/lm_eval_scores.py URL             # asks the server of FOLDER/chat, as
+                                                           # models.py makes it
+    python3 tests/server/lm_eval_scores.py --make FOLDER   # writes the wanted numbers again: needs
+                                                           # torch and transformers
 
 Needs `lm-eval[api]`. The task is a local file of questions with four answers each; batches have 24 prompts.
 """
@@ -22,9 +25,9 @@ def task(folder):
     """A multiple-choice task of 30 questions, some of which spell special tokens or are not ASCII."""
     questions = []
     for at in range(30):
-        pot = ["a jug", "a bowl of 20 cm", "une théière", "壺", "<|im_start|>a pot<|im_end|>", "a tile\n\twith a lid"][
-            at % 6
-        ]
+        pot = [
+            "a jug", "a bowl of 20 cm", "une théière", "壺", "<|im_start|>a pot<|im_end|>", "a tile\n\twith a lid",
+        ][at % 6]
         questions.append(
             {"question": f"Potter {at} has made {pot}. " * (1 + at % 4), "choices": GLAZES, "answer": at % 4}
         )

@@ -3,13 +3,15 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use burn::backend::Autodiff;
+use burn::backend::{Autodiff, NdArray};
 use burn::module::AutodiffModule;
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay::model_folder::{ModelSource, merge};
 use fireclay::training::optim::ParameterGradients;
-use fireclay_kernels::{Backend, HeadLossOptions, backward};
-use fireclay_model::{AdapterSaver, LoraFiles, ModelFolder, Transformer, trained_parameters};
+use fireclay_datasets::{Tokenizer, TokenizerKind};
+use fireclay_kernels::{Backend, Format, GroupedFormat, HeadLossOptions, backward};
+use fireclay_model::{AdapterSaver, Family, LoraFiles, ModelFolder, Transformer, trained_parameters};
+use serde_json::Value;
 
 use crate::backend_test;
 use crate::compare::values;
@@ -181,4 +183,59 @@ fn adapters_that_do_not_fit_are_refused_by_name() {
     assert!(refused("llama", copy.path()).contains("truncated"));
     std::fs::remove_file(&weights).expect("a file");
     assert!(refused("llama", copy.path()).contains("adapter_model.safetensors"));
+}
+
+/// The mean Kullback-Leibler divergence over rows of logits, in nats.
+fn divergence(wanted: &[f32], own: &[f32], vocabulary: usize) -> f64 {
+    let logs = |row: &[f32]| -> Vec<f64> {
+        let sum: f64 = row.iter().map(|logit| f64::from(*logit).exp()).sum();
+        row.iter().map(|logit| f64::from(*logit) - sum.ln()).collect()
+    };
+    let rows = wanted.chunks(vocabulary).zip(own.chunks(vocabulary)).map(|(wanted, own)| {
+        let (wanted, own) = (logs(wanted), logs(own));
+        wanted.iter().zip(own).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+    });
+    rows.sum::<f64>() / (wanted.len() / vocabulary) as f64
+}
+
+#[test]
+fn merging_reports_the_divergence_of_each_precision_from_the_adapter() {
+    let place = tempfile::tempdir().expect("a folder");
+    let place = place.path();
+    let base = place.join("base");
+    std::fs::create_dir(&base).expect("a writable folder");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(folder("llama").join(file), base.join(file)).expect("a writable folder");
+    }
+    let characters: String = ('!'..).take(61).collect();
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, &characters).expect("a tokenizer");
+    tokenizer.save(&base.join("tokenizer.json")).expect("a writable folder");
+    let text: String = characters.chars().step_by(3).chain(characters.chars().rev().step_by(2)).collect();
+    std::fs::write(place.join("text.txt"), &text).expect("a writable folder");
+    let adapter = adapter("llama");
+    let mut command = crate::cli::program();
+    let merged = command.current_dir(place).args(["merge", "--model", "base", "--out", "merged", "--adapter"]);
+    let merged = merged.arg(&adapter).args(["--data", "text.txt", "--backend", "cpu", "--json"]);
+    let merged = merged.output().expect("the program starts");
+    assert!(merged.status.success(), "{}", String::from_utf8_lossy(&merged.stderr));
+    let told: Value = serde_json::from_slice(&merged.stdout).expect("JSON");
+
+    let device = Default::default();
+    let ids = tokenizer.encode(&text).expect("tokens").into_iter().map(|id| id as i32).collect::<Vec<_>>();
+    let shape = [1, ids.len()];
+    let ids = Tensor::<NdArray, 2, Int>::from_data(TensorData::new(ids, shape), &device);
+    let logits = |model: Transformer<NdArray>| values(&model.logits(model.forward(ids.clone())));
+    let files = open("llama");
+    let base = ModelFolder::new(base).load::<NdArray>(&device).expect("a model");
+    let wanted = logits(base.with_lora(Family::Llama, files.config(), Some(&files), 0).expect("the adapter fits"));
+    let merged = ModelFolder::new(place.join("merged"));
+    for (name, format) in [("bf16", Format::Bf16), ("int8", Format::Int8), ("nf4", Format::Grouped(GroupedFormat::Nf4))]
+    {
+        let own = logits(merged.load_in::<NdArray>(format, &mut |_, _| {}, &device).expect("a model"));
+        let wanted = divergence(&wanted, &own, 61);
+        let told = told["divergence"][name].as_f64().expect("a divergence");
+        assert!(wanted > 1e-8 && (told - wanted).abs() < 0.02 * wanted + 1e-7, "{name}: {told}, not {wanted}");
+    }
+    let as_written = told["divergence"]["f32"].as_f64().expect("a divergence");
+    assert!(as_written.abs() < 1e-6, "{as_written}");
 }

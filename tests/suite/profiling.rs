@@ -146,6 +146,27 @@ fn decoding_is_profiled_without_its_prompt() {
 }
 
 #[test]
+fn decoding_a_large_model_sends_nothing_to_the_device() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    // On CUDA, a launch decodes several tokens of a model of this shape.
+    let shape = ["d_model=1024", "n_layers=1", "n_heads=8", "n_kv_heads=4", "batch_size=1", "seq_length=32"];
+    let shape = shape.iter().flat_map(|setting| ["--set", setting]);
+    let arguments: Vec<&str> =
+        ["--plain", "--steps", "1", "--out", text(&out), "--set", "final_valid_tokens=0", "--set", "valid_tokens=16"]
+            .into_iter()
+            .chain(shape)
+            .collect();
+    done(&train(&arguments));
+    let mut arguments = vec!["profile", "generate", "--count", "20", "--warm-up", "2", "--model", text(&out)];
+    arguments.extend(["--prompt", "There was once", "--deny", "fallback,copies,sync", "--json"]);
+    if crate::backend().as_str() == "cuda" {
+        arguments.extend(["--precision", "bf16"]);
+    }
+    done(&fireclay(&arguments));
+}
+
+#[test]
 fn a_profile_refuses_what_means_nothing() {
     assert_refused(&fireclay(&["profile", "train", "--peak=-1"]), 2, &["--peak"]);
     let missing = fireclay(&["profile", "predict", "--model", "no/such/folder/here", "--text", "hello"]);

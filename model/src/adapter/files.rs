@@ -174,6 +174,12 @@ impl LoraFiles {
         }
     }
 
+    /// A weight that it saves whole, if any.
+    pub fn saved_module(&self) -> Option<&str> {
+        let mut saved = self.updates.iter().filter(|(_, update)| matches!(update, ModuleUpdate::Replaced { .. }));
+        saved.next().map(|(name, _)| name.as_str())
+    }
+
     /// Without its matrices: the modules that it saves whole.
     pub(crate) fn saved_modules(&self) -> Self {
         let mut saved = self.clone();

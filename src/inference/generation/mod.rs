@@ -15,8 +15,8 @@ use fireclay_model::{PAGE_TOKENS, Transformer};
 use self::scheduler::{Finish, OutputToken, Request, RequestOutput, Scheduler, SchedulerOptions, kept_tokens};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
-use crate::inference::language_model::LanguageModel;
-use crate::model_folder::{ModelSource, assert_known, gguf_ends};
+use crate::inference::language_model::{LanguageModel, adapted};
+use crate::model_folder::{ModelSource, assert_known, gguf_ends, tokenizer};
 use crate::precision::{CachePrecision, Precision};
 
 /// Stop tokens by name, where the tokenizer has them.
@@ -151,15 +151,20 @@ pub struct Generated {
     pub prefill: Duration,
     /// Time of decoding, after the first token.
     pub decode: Duration,
+    /// The part of `decode` until the first decoded tokens were read, and their number. In a new
+    /// process it includes compiling and loading kernels.
+    pub warm_up: (Duration, usize),
 }
 
 impl Generated {
-    /// Tokens per second after the first; zero if there is only one.
+    /// Tokens per second after the warm-up, or after the first token if nothing follows the
+    /// warm-up; zero if there is only one token.
     pub fn decode_tokens_per_second(&self) -> f64 {
-        match self.tokens.len() {
-            0 | 1 => 0.0,
-            tokens => (tokens - 1) as f64 / self.decode.as_secs_f64().max(1e-9),
-        }
+        let decoded = self.tokens.len().saturating_sub(1);
+        let (warm_up, tokens) = self.warm_up;
+        let (time, tokens) =
+            if decoded > tokens { (self.decode - warm_up, decoded - tokens) } else { (self.decode, decoded) };
+        if tokens == 0 { 0.0 } else { tokens as f64 / time.as_secs_f64().max(1e-9) }
     }
 }
 
@@ -181,9 +186,24 @@ impl<B: Backend> Generator<B> {
     /// precision.
     pub fn open(model: impl Into<ModelSource>, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         let source = model.into();
-        let LanguageModel { model, tokenizer } = LanguageModel::open(&source, precision, &device)?;
+        Self::of(LanguageModel::open(&source, precision, &device)?, source.text(), device)
+    }
+
+    /// The same weights with the adapter of `source` next to them.
+    ///
+    /// # Errors
+    /// If the adapter is missing or damaged, does not fit, or changes more than linear layers.
+    pub(crate) fn with_adapter(&self, source: &ModelSource) -> Result<Self, Failure> {
+        let model = adapted(&self.model, source)?;
+        let tokenizer = tokenizer(source.text())?;
+        Self::of(LanguageModel { model, tokenizer }, source.text(), self.device.clone())
+    }
+
+    /// A model with the stop tokens that a folder configures.
+    fn of(model: LanguageModel<B>, folder: &Path, device: B::Device) -> Result<Self, Failure> {
+        let LanguageModel { model, tokenizer } = model;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
-        let stop_tokens = named.chain(configured_ends(source.text())?).collect();
+        let stop_tokens = named.chain(configured_ends(folder)?).collect();
         Ok(Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device })
     }
 
@@ -298,6 +318,22 @@ impl<B: Backend> Generator<B> {
         if B::downloads_at_once() { CUDA_STEP_TOKENS } else { STEP_TOKENS }
     }
 
+    /// The tokens in a cache for sequences of up to these lengths, of which `rows` run at a time;
+    /// fewer where that takes more than 4 GiB.
+    pub fn cache_tokens(&self, rows: usize, lengths: impl Iterator<Item = usize>) -> usize {
+        let config = self.model.config();
+        let token = config.n_kv_heads * self.model.cache_dtype().head_bytes(config.head_dim);
+        let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
+        let lengths: Vec<usize> = lengths.map(|length| self.paged(length)).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        lengths.iter().sum::<usize>().min(rows * longest).min(most).max(longest)
+    }
+
+    /// The tokens in the pages of a sequence, of which the last is partly filled.
+    fn paged(&self, length: usize) -> usize {
+        length.min(self.model.config().context_length).next_multiple_of(PAGE_TOKENS)
+    }
+
     /// [`scheduler`](Self::scheduler) with `rows` concurrent sequences, `step_tokens` tokens per
     /// step and, if given, this cache size in tokens.
     pub fn scheduler_of(
@@ -307,15 +343,9 @@ impl<B: Backend> Generator<B> {
         lengths: impl Iterator<Item = usize>,
         cache_tokens: Option<usize>,
     ) -> Scheduler<B> {
-        let config = self.model.config();
-        let token = config.n_kv_heads * self.model.cache_dtype().head_bytes(config.head_dim);
-        let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
-        // The last page of each is partly filled.
-        let lengths = lengths.map(|length| length.min(config.context_length).next_multiple_of(PAGE_TOKENS));
         let lengths: Vec<usize> = lengths.collect();
-        let longest = lengths.iter().copied().max().unwrap_or(1);
-        let suits = lengths.iter().sum::<usize>().min(rows * longest).min(most);
-        let cache_tokens = cache_tokens.unwrap_or(suits).max(longest);
+        let longest = lengths.iter().map(|length| self.paged(*length)).max().unwrap_or(1);
+        let cache_tokens = cache_tokens.unwrap_or_else(|| self.cache_tokens(rows, lengths.into_iter())).max(longest);
         let options = SchedulerOptions { rows, step_tokens, cache_tokens };
         Scheduler::new(&self.model, options, self.device.clone())
     }
@@ -468,12 +498,15 @@ struct Text<'a> {
     /// Times of the first and the last token.
     first: Duration,
     last: Duration,
+    /// Time of the first decoded tokens after the first token, and their number.
+    warm_up: Option<(Duration, usize)>,
 }
 
 impl<'a> Text<'a> {
     fn new(prompt: &Prepared, writer: Writer<'a>) -> Self {
         let (first, last) = (Duration::ZERO, Duration::ZERO);
-        Self { prompt_tokens: prompt.tokens.len(), writer, tokens: Vec::new(), known: 0, complete: false, first, last }
+        let (prompt_tokens, tokens) = (prompt.tokens.len(), Vec::new());
+        Self { prompt_tokens, writer, tokens, known: 0, complete: false, first, last, warm_up: None }
     }
 
     /// Adds tokens, until the sequence is complete.
@@ -492,6 +525,9 @@ impl<'a> Text<'a> {
             self.complete = ends || self.writer.push(*token, &mut show)?;
         }
         self.known = self.tokens.len();
+        if self.known > 1 {
+            self.warm_up.get_or_insert((self.last - self.first, self.known - 1));
+        }
         match written.finish {
             Some(Finish::NotANumber) => return Err(self.not_a_number()),
             finish => self.complete |= finish.is_some(),
@@ -508,8 +544,9 @@ impl<'a> Text<'a> {
     }
 
     fn finish(self, mut show: impl FnMut(&str)) -> Generated {
-        let Self { prompt_tokens, writer, tokens, first, last, .. } = self;
-        Generated { text: writer.finish(&mut show), tokens, prompt_tokens, prefill: first, decode: last - first }
+        let Self { prompt_tokens, writer, tokens, first, last, warm_up, .. } = self;
+        let (text, warm_up) = (writer.finish(&mut show), warm_up.unwrap_or_default());
+        Generated { text, tokens, prompt_tokens, prefill: first, decode: last - first, warm_up }
     }
 }
 
@@ -661,5 +698,27 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
             0 => Ok(()),
             _ => Err(Failure::new(format!("{refused} of {} prompts failed", self.prompts.len()))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_decode_step_does_not_count_as_speed() {
+        let generated = |tokens: usize, decode: u64, warm_up: (u64, usize)| Generated {
+            text: String::new(),
+            tokens: vec![0; tokens],
+            prompt_tokens: 3,
+            prefill: Duration::from_secs(1),
+            decode: Duration::from_secs(decode),
+            warm_up: (Duration::from_secs(warm_up.0), warm_up.1),
+        };
+        // Eight tokens in 20 s, then 400 in 4 s.
+        assert_eq!(generated(409, 24, (20, 8)).decode_tokens_per_second(), 100.0);
+        // Nothing follows the first step.
+        assert_eq!(generated(9, 4, (4, 8)).decode_tokens_per_second(), 2.0);
+        assert_eq!(generated(1, 0, (0, 0)).decode_tokens_per_second(), 0.0);
     }
 }

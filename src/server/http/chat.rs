@@ -47,9 +47,9 @@ pub(super) async fn task(
     caller: &Caller,
     fields: Fields,
 ) -> Result<(Prompts, Settings, Taken), ApiError> {
-    named(shared, &fields)?;
+    let model = named(shared, &fields)?;
     let record = Arc::clone(&caller.record);
-    let (prompts, settings, taken, dialogue) = run_blocking(shared, move |shared, served| {
+    let (prompts, settings, taken, dialogue) = run_blocking(shared, model, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
         let top = fields.count("top_logprobs", 0..=MAX_TOP_LOGPROBS)?;
         match fields.flag("logprobs", false)? {
@@ -81,7 +81,7 @@ pub(super) async fn task(
             None => fields.count("max_tokens", 1..=usize::MAX)?,
         };
         warn_unknown_fields(shared, &record, &fields)?;
-        let prompts = Prompts { prompts: vec![tokens], max_tokens, constraint, field: "messages" };
+        let prompts = Prompts { model, prompts: vec![tokens], max_tokens, constraint, field: "messages" };
         Ok((prompts, settings, taken, dialogue))
     })
     .await?;

@@ -29,9 +29,9 @@ const LOGPROBS: usize = MAX_TOP_LOGPROBS;
 pub(super) async fn completions(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
-    named(&shared, &fields)?;
+    let model = named(&shared, &fields)?;
     let record = Arc::clone(&caller.record);
-    let (prompts, settings, taken, given, form) = run_blocking(&shared, move |shared, served| {
+    let (prompts, settings, taken, given, form) = run_blocking(&shared, model, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
         settings.top_logprobs = fields.count("logprobs", 0..=LOGPROBS)?;
         let echo = fields.flag("echo", false)?;
@@ -73,7 +73,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             prompts: Vec::new(),
             nothing: false,
         };
-        let prompts = Prompts { prompts, max_tokens, constraint, field: "prompt" };
+        let prompts = Prompts { model, prompts, max_tokens, constraint, field: "prompt" };
         let given: Vec<String> = given.into_iter().map(|prompt| prompt.text(served)).collect();
         let form = TextForm {
             logprobs: settings.top_logprobs,

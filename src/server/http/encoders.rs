@@ -101,7 +101,7 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
 pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     match shared.served.get() {
         Some(Served::Encoder(encoder)) => Ok(encoder),
-        Some(Served::Generator(_)) => Err(ApiError::request("this model generates text: it is not an encoder")),
+        Some(Served::Generators(_)) => Err(ApiError::request("this model generates text: it is not an encoder")),
         None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }

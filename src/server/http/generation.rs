@@ -43,26 +43,26 @@ const ALIVE: Duration = Duration::from_secs(15);
 #[derive(Clone, Copy)]
 pub(super) struct Streams;
 
-/// The model, if it generates text.
-pub(super) fn writer(shared: &Shared) -> Result<&ServedGenerator, ApiError> {
+/// A served model by number, if it generates text.
+pub(super) fn writer(shared: &Shared, model: usize) -> Result<&ServedGenerator, ApiError> {
     match shared.served.get() {
-        Some(Served::Generator(writer)) => Ok(writer),
+        Some(Served::Generators(writers)) => Ok(&writers[model]),
         Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not generate text")),
         None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }
 
-/// Checks the model's name, if the request has one.
-pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<(), ApiError> {
-    match fields.string("model")? {
-        Some(name) if name != shared.options.name => Err(unknown_model(shared, name)),
-        _ => Ok(()),
-    }
+/// The number of the model that a request names: the first, if it names none.
+pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<usize, ApiError> {
+    let Some(name) = fields.string("model")? else { return Ok(0) };
+    shared.options.names().position(|served| served == name).ok_or_else(|| unknown_model(shared, name))
 }
 
 pub(super) fn unknown_model(shared: &Shared, name: &str) -> ApiError {
-    let served = &shared.options.name;
-    let error = ApiError::param("model", format!("model {name:?} is not served here; {served:?} is"));
+    let served: Vec<String> = shared.options.names().map(|name| format!("{name:?}")).collect();
+    let is = if served.len() > 1 { "are" } else { "is" };
+    let served = served.join(", ");
+    let error = ApiError::param("model", format!("model {name:?} is not served here; {served} {is}"));
     error.with_status(StatusCode::NOT_FOUND).with_code("model_not_found")
 }
 
@@ -178,6 +178,8 @@ pub(super) fn now() -> u64 {
 
 /// The prompts of a request and the constraint of their sequences.
 pub(super) struct Prompts {
+    /// The number of the model.
+    pub(super) model: usize,
     pub(super) prompts: Vec<Vec<u32>>,
     pub(super) max_tokens: Option<usize>,
     /// The constraint of each sequence.
@@ -233,7 +235,7 @@ impl Prompts {
             };
             let filter = filter.map(|filter| Box::new(filter.again()) as Box<dyn TokenFilter>);
             let (sender, receiver) = mpsc::unbounded_channel();
-            (Job::Generate(Box::new(GenerateJob { request, filter, events: sender })), receiver)
+            (Job::Generate(Box::new(GenerateJob { model: self.model, request, filter, events: sender })), receiver)
         };
         prompts.enumerate().map(job).unzip()
     }
@@ -390,7 +392,7 @@ pub(super) async fn answer(
     (mut prompts, settings, mut taken): (Prompts, Settings, Taken),
     mut form: impl Form,
 ) -> Result<Response, ApiError> {
-    let served = writer(&shared)?;
+    let served = writer(&shared, prompts.model)?;
     prompts.check(served, &settings)?;
     let deadline = Instant::now() + settings.time;
     let filter = match prompts.constraint.take() {
@@ -409,7 +411,8 @@ pub(super) async fn answer(
     let head = Head {
         id: format!("{}{:016x}{:016x}", form.prefix(), random(), random()),
         created: now(),
-        model: shared.options.name.clone(),
+        number: prompts.model,
+        model: served.name.clone(),
         usage: settings.usage,
     };
     if settings.stream {
@@ -428,6 +431,9 @@ pub(super) async fn answer(
 pub(super) struct Head {
     pub(super) id: String,
     pub(super) created: u64,
+    /// The number of the model.
+    pub(super) number: usize,
+    /// Its name.
     pub(super) model: String,
     /// Whether a stream ends with its usage.
     pub(super) usage: bool,
@@ -505,7 +511,7 @@ async fn stream(
     mut form: impl Form,
     sender: Sender,
 ) -> Result<(), mpsc::error::SendError<Result<String, Infallible>>> {
-    let Ok(served) = writer(&shared) else { return Ok(()) };
+    let Ok(served) = writer(&shared, head.number) else { return Ok(()) };
     for event in form.begun(&head, events.len()) {
         sender.send(Ok(event)).await?;
     }
@@ -577,13 +583,14 @@ pub(super) fn spelled(served: &ServedGenerator, token: u32) -> String {
     String::from_utf8_lossy(&served.bytes_of(token)).into_owned()
 }
 
-/// Runs slow work such as tokenization on a blocking thread.
+/// Runs slow work for a model, such as tokenization, on a blocking thread.
 pub(super) async fn run_blocking<T: Send + 'static>(
     shared: &Arc<Shared>,
+    model: usize,
     work: impl FnOnce(&Shared, &ServedGenerator) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let shared = Arc::clone(shared);
-    let done = tokio::task::spawn_blocking(move || work(&shared, writer(&shared)?)).await;
+    let done = tokio::task::spawn_blocking(move || work(&shared, writer(&shared, model)?)).await;
     done.unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))
 }
 

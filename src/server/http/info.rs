@@ -10,7 +10,7 @@ use super::error::ApiError;
 use super::generation::unknown_model;
 use super::{Asked, Shared, json_response};
 use crate::server::Phase;
-use crate::server::served::Served;
+use crate::server::served::{Served, ServedGenerator};
 
 /// The page may load nothing from other origins and cannot be framed.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; \
@@ -60,34 +60,43 @@ pub(super) async fn metrics((State(shared), _): Asked) -> Result<Response, ApiEr
 }
 
 pub(super) async fn models((State(shared), _): Asked) -> Response {
-    let models: Vec<Value> = served(&shared).into_iter().collect();
+    let models = served(&shared);
     json_response(StatusCode::OK, &json!({ "object": "list", "data": models }))
 }
 
 pub(super) async fn model((State(shared), Extension(_)): Asked, Path(id): Path<String>) -> Result<Response, ApiError> {
-    match served(&shared) {
-        Some(model) if id == shared.options.name => Ok(json_response(StatusCode::OK, &model)),
-        _ => Err(unknown_model(&shared, &id)),
-    }
+    let model = served(&shared).into_iter().find(|model| model["id"] == id.as_str());
+    model.map(|model| json_response(StatusCode::OK, &model)).ok_or_else(|| unknown_model(&shared, &id))
 }
 
-/// The model, once loaded.
-fn served(shared: &Shared) -> Option<Value> {
-    let (paths, context) = match shared.served.get()? {
-        Served::Generator(writer) => {
-            let converses = writer.template.as_ref().is_some_and(|template| template.check().is_ok());
-            let chat = if converses { &["/v1/chat/completions", "/v1/responses"][..] } else { &[] };
-            (chat.iter().copied().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
+/// The models, once loaded: the first, and those with an adapter on it.
+fn served(shared: &Shared) -> Vec<Value> {
+    let model = |name: &str, paths: Vec<&str>, context: usize| {
+        let mut model = json!({
+            "id": name, "object": "model", "created": shared.created, "owned_by": "fireclay",
+            "context_length": context, "max_model_len": context, "paths": paths,
+        });
+        if name != shared.options.name {
+            model["parent"] = shared.options.name.as_str().into();
         }
-        Served::Encoder(encoder) => {
-            let predicts = encoder.predicts.then_some("/v1/utterances");
-            (predicts.into_iter().chain(["/v1/embeddings", "/v1/score", "/v1/rerank"]).collect(), encoder.context)
-        }
+        model
     };
-    Some(json!({
-        "id": shared.options.name, "object": "model", "created": shared.created, "owned_by": "fireclay",
-        "context_length": context, "max_model_len": context, "paths": paths,
-    }))
+    match shared.served.get() {
+        None => Vec::new(),
+        Some(Served::Generators(writers)) => {
+            let model = |writer: &ServedGenerator| {
+                let converses = writer.template.as_ref().is_some_and(|template| template.check().is_ok());
+                let chat = if converses { &["/v1/chat/completions", "/v1/responses"][..] } else { &[] };
+                model(&writer.name, chat.iter().copied().chain(["/v1/completions"]).collect(), writer.context)
+            };
+            writers.iter().map(model).collect()
+        }
+        Some(Served::Encoder(encoder)) => {
+            let predicts = encoder.predicts.then_some("/v1/utterances");
+            let paths = predicts.into_iter().chain(["/v1/embeddings", "/v1/score", "/v1/rerank"]).collect();
+            vec![model(&shared.options.name, paths, encoder.context)]
+        }
+    }
 }
 
 #[cfg(test)]

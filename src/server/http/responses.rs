@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::chat::{call_id, logprobs, task};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::generation::{Form, Head, Usage, answer, now, random, writer};
+use super::generation::{Form, Head, Usage, answer, named, now, random, writer};
 use super::{Asked, Shared, body};
 use crate::inference::chat::ChatTemplate;
 use crate::server::answers::Piece;
@@ -95,7 +95,7 @@ fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Va
     let mut chat = Map::new();
     let format = format(&fields)?;
     let reasoning = fields.object("reasoning")?;
-    let variables = variables(writer(shared)?, &fields, reasoning.as_ref())?;
+    let variables = variables(writer(shared, named(shared, &fields)?)?, &fields, reasoning.as_ref())?;
     if includes_logprobs(&fields)? || fields.get("top_logprobs").is_some() {
         chat.insert("logprobs".into(), true.into());
     }
@@ -702,7 +702,7 @@ mod tests {
 
     #[test]
     fn a_stream_that_breaks_off_says_why() {
-        let head = Head { id: "resp_1".into(), created: 1, model: "m".into(), usage: false };
+        let head = Head { id: "resp_1".into(), created: 1, number: 0, model: "m".into(), usage: false };
         let mut form = ResponseForm::default();
         form.begun(&head, 1);
         form.words("Once");

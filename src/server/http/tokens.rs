@@ -57,10 +57,10 @@ impl Spelling {
 pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
-    named(&shared, &fields)?;
+    let model = named(&shared, &fields)?;
     let (work, record) = (Arc::clone(&shared), Arc::clone(&caller.record));
     let made = tokio::task::spawn_blocking(move || {
-        let served = writer(&work)?;
+        let served = writer(&work, model)?;
         let strings = fields.flag("return_token_strs", false)?;
         let tokens = match fields.string("prompt")? {
             Some(text) => Spelling::read(&fields, true)?.tokens(served, "prompt", text)?,
@@ -85,8 +85,7 @@ pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response,
 pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
-    named(&shared, &fields)?;
-    let served = writer(&shared)?;
+    let served = writer(&shared, named(&shared, &fields)?)?;
     let most = format!("an array of tokens below {}", served.vocabulary);
     let given = fields.array("tokens")?.ok_or_else(|| fields.wrong("tokens", &most))?;
     let token = |value: &Value| {
@@ -102,7 +101,8 @@ pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Respons
 /// What clients need to know of a tokenizer to count tokens.
 pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response, ApiError> {
     let (tokenizer, template, ends, context) = match shared.served.get() {
-        Some(Served::Generator(served)) => {
+        Some(Served::Generators(models)) => {
+            let served = &models[0];
             let template = served.template.as_ref().map(|template| template.source().to_string());
             (&served.tokenizer, template, served.stop_tokens.clone(), served.context)
         }

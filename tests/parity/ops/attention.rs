@@ -91,12 +91,15 @@ backend_test!(attention_matches_the_reference::<B>(device) {
 
 backend_test!(capped_scores_and_their_gradients_match_the_reference::<B>(device) {
     for ([batch_size, n_heads, n_kv_heads, tokens, head_dim], cap, drop) in
-        [([2, 4, 2, 3, 8], 0.5, false), ([1, 3, 1, 65, 6], 2.0, true), ([1, 2, 2, 130, 64], 5.0, false)]
+        [([2, 4, 2, 3, 8], 0.5, false), ([1, 3, 1, 65, 6], 2.0, true), ([1, 2, 2, 130, 64], 1.0, false)]
     {
         let heads = |seed, heads| random::<B, 4>(seed, [batch_size, heads, tokens, head_dim], &device) * 2.0;
         let inputs = [heads(1, n_heads), heads(2, n_kv_heads), heads(3, n_kv_heads)];
         let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
-        let options = AttentionOptions::new(head_dim).with_scale(0.9).with_softcap(Some(cap)).with_dropout(dropped);
+        // With larger scores, rounding them to TF32, as the reference does on CUDA, changes gradients
+        // of saturated scores by several per cent.
+        let scale = 1.1 / (head_dim as f64).sqrt();
+        let options = AttentionOptions::new(head_dim).with_scale(scale).with_softcap(Some(cap)).with_dropout(dropped);
         let lengths = Tensor::<Autodiff<B>, 1, Int>::full([batch_size], (tokens - 1) as i64, &device);
         for mask in [
             AttentionMask::Causal { window: None },

@@ -55,13 +55,15 @@ backend_test!(embed_matches_the_reference::<B>(device) {
                 x + plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32)
             },
         );
-        let across = tokens.clone().transpose();
-        assert_parity(
-            &format!("{name} transposed"),
-            &[random(2, [vocabulary, d_model], &device)],
-            |i| embed(i[0].clone(), across.clone(), FloatDType::F32),
-            |i| plain::embed(i[0].clone(), across.clone(), FloatDType::F32),
-        );
+        let first = tokens.clone().slice([0..1]).expand([batch_size, seq_length]);
+        for (kind, tokens) in [("transposed", tokens.clone().transpose()), ("repeated", first)] {
+            assert_parity(
+                &format!("{name} {kind}"),
+                &[random(2, [vocabulary, d_model], &device)],
+                |i| embed(i[0].clone(), tokens.clone(), FloatDType::F32),
+                |i| plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32),
+            );
+        }
         // A table that is used twice: the second gradient is added to the first. Sorted rows, long
         // chains, and several columns per unit.
         if [63, 513, 1500].contains(&vocabulary) {

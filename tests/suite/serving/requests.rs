@@ -2,11 +2,15 @@
 
 use std::io::Write as _;
 
+use fireclay_datasets::{Tokenizer, TokenizerKind};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::{Value, json};
 
 use super::{Server, head, model_folder};
+use crate::backend;
+use crate::cli::{assert_refused, program};
+use crate::golden::folder;
 
 #[test]
 fn fields_that_are_unknown_are_named_and_a_strict_server_refuses_them() {
@@ -272,4 +276,70 @@ fn a_hangup_has_keys_and_certificate_read_again() {
     server.signal("-HUP");
     std::thread::sleep(std::time::Duration::from_millis(200));
     assert_eq!(status("second"), 200);
+}
+
+#[test]
+fn several_adapters_share_one_model_and_each_is_served_by_its_name() {
+    let base = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(folder("llama").join(file), base.path().join(file)).expect("a writable folder");
+    }
+    // A character for each of the model's tokens.
+    let characters: String = ('!'..).take(61).collect();
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, &characters).expect("a tokenizer");
+    tokenizer.save(&base.path().join("tokenizer.json")).expect("a writable folder");
+    let adapters = ["llama", "llama_dora"].map(|name| folder("adapters").join(name));
+    let [plain, dora] = adapters.each_ref().map(|adapter| adapter.to_str().expect("a text"));
+    let asked = |model: &str| json!({ "model": model, "prompt": "A5K", "max_tokens": 12, "temperature": 0 });
+    let tokens = |server: &Server, model: &str| {
+        let (status, answer) = server.post("/v1/completions", &asked(model));
+        assert_eq!((status, &answer["model"]), (200, &json!(model)), "{answer}");
+        answer["choices"][0]["text"].as_str().expect("a text").to_string()
+    };
+    let alone = |args: &[&str]| {
+        let server = Server::start(base.path(), &[args, &["--name", "m"]].concat());
+        tokens(&server, "m")
+    };
+    let wanted = [alone(&[]), alone(&["--adapter", plain]), alone(&["--adapter", dora])];
+    assert!(wanted[0] != wanted[1] && wanted[1] != wanted[2] && wanted[0] != wanted[2], "{wanted:?}");
+
+    let magnitudes = format!("magnitudes={dora}");
+    let server = Server::start(base.path(), &["--name", "m", "--adapter", plain, "--adapter", &magnitudes]);
+    // At once, so that their sequences are decoded in turn.
+    let names = ["m", "llama", "magnitudes"];
+    let written: Vec<String> = std::thread::scope(|scope| {
+        let threads = names.map(|name| scope.spawn(|| tokens(&server, name)));
+        threads.into_iter().map(|thread| thread.join().expect("an answer")).collect()
+    });
+    assert_eq!(written, wanted);
+    let (_, listed) = server.ask("GET /v1/models HTTP/1.1", "");
+    let listed: Value = serde_json::from_str(&listed).expect("JSON");
+    let listed: Vec<(&str, &Value)> = listed["data"]
+        .as_array()
+        .expect("models")
+        .iter()
+        .map(|model| (model["id"].as_str().expect("a name"), &model["parent"]))
+        .collect();
+    assert_eq!(listed, [("m", &Value::Null), ("llama", &json!("m")), ("magnitudes", &json!("m"))]);
+    let (status, refused) = server.post("/v1/completions", &asked("other"));
+    let message = refused["error"]["message"].as_str().expect("a message");
+    assert_eq!((status, message), (404, "model \"other\" is not served here; \"m\", \"llama\", \"magnitudes\" are"));
+}
+
+#[test]
+fn adapters_that_cannot_share_a_model_are_refused() {
+    let base = model_folder();
+    let saved = folder("adapters").join("llama_tokens");
+    let saved = saved.to_str().expect("a text");
+    let serve = |args: &[&str]| {
+        let model = base.path().to_str().expect("a text");
+        let fixed = ["serve", "--backend", backend().as_str(), "--port", "0", "--model", model];
+        program().args(fixed).args(args).output().expect("the program starts")
+    };
+    let refused = serve(&["--adapter", &format!("a={saved}")]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("whole") && said.contains("fireclay merge"), "{said}");
+    let twice = [format!("a={saved}"), format!("a={saved}")];
+    assert_refused(&serve(&["--adapter", &twice[0], "--adapter", &twice[1]]), 2, &["two models are named a"]);
 }

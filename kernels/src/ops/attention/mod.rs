@@ -354,8 +354,9 @@ pub trait AttentionOps: ReshapeOps {
 /// for the output projection. Scores may be soft-capped before masking (Gemma 2, 2024).
 ///
 /// - `query`: `[batch_size, n_heads, seq_length, head_dim]`;
-/// - `key`, `value`: `[batch_size, n_kv_heads, keys, head_dim]`, where `n_kv_heads` divides `n_heads`, and key head
-///   `j` serves the query heads `j * n_heads / n_kv_heads ..` (Ainslie et al., 2023);
+/// - `key`, `value`: `[batch_size, n_kv_heads, keys, head_dim]`, where `n_kv_heads` divides
+///   `n_heads`, and key head `j` serves the query heads `j * n_heads / n_kv_heads ..` (Ainslie et
+///   al., 2023);
 /// - the result: `[batch_size, seq_length, n_heads * head_dim]` in the dtype of the query.
 ///
 /// Scores, softmax and log-sum-exp are f32. Inputs may be strided.

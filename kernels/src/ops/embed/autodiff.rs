@@ -48,7 +48,7 @@ impl<B: EmbedOps> Lookup<B> {
             let written = if sum.is_some() { (rows * d_model * 8) as u64 } else { table };
             Call::reads([recorder::operand(&grad), recorder::operand(&tokens)]).and(written.min(2 * table))
         });
-        let operands = EmbedBackward { grad, tokens: tokens.reshape([rows]), vocabulary, sum };
+        let operands = EmbedBackward { grad, tokens, vocabulary, sum };
         grads.register::<B>(node.id, primitive(embed_backward::<B>(Checked::new(operands))));
     }
 }

@@ -50,8 +50,8 @@ impl<B: Backend> Operands for EmbedForward<B> {
 pub struct EmbedBackward<B: Backend> {
     /// Gradient of the looked up rows, `[rows, d_model]`.
     pub grad: Tensor<B, 2>,
-    /// The token of each row, `[rows]`.
-    pub tokens: Tensor<B, 1, Int>,
+    /// The token of each row, `[batch_size, seq_length]` of as many.
+    pub tokens: Tensor<B, 2, Int>,
     /// Rows of the table.
     pub vocabulary: usize,
     /// The table's gradient from other uses, to add to: f32 `[vocabulary, d_model]`.
@@ -62,7 +62,10 @@ impl<B: Backend> Operands for EmbedBackward<B> {
     fn check(&self) {
         let op = "embed backward";
         let grad = part(op, "grad", &self.grad).float();
-        part(op, "tokens", &self.tokens).integer().shaped(&grad.dims()[..1], &grad);
+        let [batch_size, seq_length] = self.tokens.dims();
+        let rows = self.grad.dims()[0];
+        part(op, "tokens", &self.tokens).integer().shaped(&[batch_size, seq_length], &grad);
+        assert_eq!(batch_size * seq_length, rows, "{op}: tokens [{batch_size}, {seq_length}] for {rows} rows of grad");
         assert!(self.vocabulary > 0, "{op}: a table without rows");
         if let Some(sum) = &self.sum {
             part(op, "sum", sum).of(DType::F32).shaped(&[self.vocabulary, self.grad.dims()[1]], &grad);

@@ -36,6 +36,7 @@ pub fn embed_forward<B: EmbedOps>(EmbedForward { table, tokens, dtype, added }: 
 /// Reference gradient of [`embed`](crate::embed())'s table: the rows of each token summed in f32,
 /// plus the earlier gradient.
 pub fn embed_backward<B: EmbedOps>(EmbedBackward { grad, tokens, vocabulary, sum }: EmbedBackward<B>) -> Tensor<B, 2> {
+    let tokens = tokens.reshape([grad.dims()[0]]);
     let zeros = Tensor::zeros([vocabulary, grad.dims()[1]], (&grad.device(), DType::F32));
     let rows =
         zeros.select_assign(0, clamp_index(tokens, vocabulary - 1), grad.cast(DType::F32), IndexingUpdateOp::Add);

@@ -19,6 +19,7 @@ mod plan;
 mod warm_up;
 
 use std::collections::{HashMap, VecDeque};
+use std::iter::Sum;
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor};
@@ -185,6 +186,20 @@ pub struct Load {
     pub tokens: usize,
     /// Preemptions so far.
     pub preemptions: usize,
+}
+
+impl Sum for Load {
+    fn sum<I: Iterator<Item = Self>>(loads: I) -> Self {
+        loads.fold(Self::default(), |sum, load| Self {
+            waiting: sum.waiting + load.waiting,
+            prefilling: sum.prefilling + load.prefilling,
+            decoding: sum.decoding + load.decoding,
+            pages: sum.pages + load.pages,
+            free_pages: sum.free_pages + load.free_pages,
+            tokens: sum.tokens + load.tokens,
+            preemptions: sum.preemptions + load.preemptions,
+        })
+    }
 }
 
 /// A request in the scheduler.
@@ -511,10 +526,13 @@ impl<B: Backend> Scheduler<B> {
         }
         self.slide()?;
         let prefills = self.plan()?;
-        let decoding: Vec<usize> = (0..self.running.len()).filter(|at| self.decodes(&self.running[*at])).collect();
+        let decoding = self.decoding();
         let first_tokens = decoding.iter().all(|at| self.running[*at].drawn_at.is_none());
         if !prefills.is_empty() || !decoding.is_empty() {
             self.pass(model, &decoding, &prefills);
+        }
+        if !prefills.is_empty() {
+            self.prepare_multi_step();
         }
         // A complete sequence blocks its slot until its tokens are read.
         let complete = self.running.iter().any(|sequence| sequence.is_complete());

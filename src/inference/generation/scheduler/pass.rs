@@ -165,6 +165,15 @@ impl<B: Backend> Scheduler<B> {
         left.fold(MAX_STEPS, usize::min)
     }
 
+    /// Copies the stop tokens of the next step with the prompts, so that decoding sends nothing to
+    /// the device.
+    pub(super) fn prepare_multi_step(&mut self) {
+        let decoding = self.decoding();
+        if !decoding.is_empty() && self.max_steps(&decoding) > 1 {
+            self.stop_tokens_of(&decoding);
+        }
+    }
+
     /// Stop tokens of the sequences, on the device.
     fn stop_tokens_of(&mut self, decoding: &[usize]) -> Tensor<B, 2, Int> {
         let of_sequences: Vec<Vec<u32>> =

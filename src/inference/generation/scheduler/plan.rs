@@ -125,9 +125,14 @@ impl<B: Backend> Scheduler<B> {
         active.enumerate().for_each(|(place, sequence)| sequence.has_slot = place < self.options.rows);
     }
 
+    /// The sequences that this step decodes.
+    pub(super) fn decoding(&self) -> Vec<usize> {
+        (0..self.running.len()).filter(|at| self.decodes(&self.running[*at])).collect()
+    }
+
     /// Whether this step decodes a sequence: it has a sampled token, or only its last token is not
     /// computed.
-    pub(super) fn decodes(&self, sequence: &Sequence) -> bool {
+    fn decodes(&self, sequence: &Sequence) -> bool {
         sequence.has_slot && !sequence.is_complete() && (sequence.drawn_at.is_some() || self.uncomputed(sequence) == 1)
     }
 

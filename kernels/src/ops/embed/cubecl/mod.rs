@@ -9,6 +9,7 @@ mod sorted;
 
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
+use burn_cubecl::ops::reshape;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
@@ -111,7 +112,7 @@ fn embed_forward<R: CubeRuntime>(
 }
 
 /// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and
-/// `tokens` `[rows]`, added to the earlier `sum`, in place if it is not shared.
+/// `tokens` `[batch_size, seq_length]` of as many, added to the earlier `sum`, in place if it is not shared.
 fn embed_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,
@@ -120,7 +121,7 @@ fn embed_backward<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let (grad, stride) = rows(grad);
     let [n_rows, d_model] = [grad.meta.shape()[0], grad.meta.shape()[1]];
-    let tokens = contiguous(tokens);
+    let tokens = flattened(tokens);
     let adds = sum.is_some();
     let out = match sum.map(contiguous) {
         Some(sum) if sum.can_mut() => sum,
@@ -135,6 +136,49 @@ fn embed_backward<R: CubeRuntime>(
         false => sum_chained(grad, tokens, &out, vector, sizes, adds),
     }
     out
+}
+
+/// Tokens `[batch_size, seq_length]` as `[rows]`. Burn's own copy of repeated rows, such as
+/// positions, sends their shape to the device.
+fn flattened<R: CubeRuntime>(tokens: CubeTensor<R>) -> CubeTensor<R> {
+    let [batch_size, seq_length] = [tokens.meta.shape()[0], tokens.meta.shape()[1]];
+    let rows = batch_size * seq_length;
+    if tokens.is_contiguous() {
+        return reshape(tokens, [rows].into());
+    }
+    let out = empty(&tokens, [rows], tokens.dtype);
+    // SAFETY: a unit writes the element of its own row, from within the tokens.
+    unsafe {
+        flatten_kernel::launch_unchecked(
+            &tokens.client,
+            grid(rows.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            array(&tokens),
+            array(&out),
+            rows as u32,
+            seq_length as u32,
+            tokens.meta.strides()[0] as u32,
+            tokens.meta.strides()[1] as u32,
+            tokens.dtype.into(),
+        );
+    }
+    out
+}
+
+#[cube(launch_unchecked)]
+fn flatten_kernel<I: Int>(
+    tokens: &Array<I>,
+    out: &mut Array<I>,
+    rows: u32,
+    seq_length: u32,
+    batch_step: u32,
+    token_step: u32,
+    #[define(I)] _dtype: StorageType,
+) {
+    let row = ABSOLUTE_POS as u32;
+    if row < rows {
+        out[row as usize] = tokens[(row / seq_length * batch_step + row % seq_length * token_step) as usize];
+    }
 }
 
 /// The sizes of a sum; columns and row stride in vectors.

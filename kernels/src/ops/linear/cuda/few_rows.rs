@@ -174,9 +174,10 @@ pub(super) fn kernels() -> impl Iterator<Item = impl CudaKernel> {
     })
 }
 
-/// `activation(norm(x) * weight^T + bias)`, or `norm(x) * weight^T + bias + residual`, as far as these are there, for 16-bit `x` `[m, k]`
-/// and `weight` `[n, k]`, also in INT8 for bf16 `x`. None where the device is no Hopper GPU, or the product is not one for
-/// this kernel: the caller has others.
+/// `activation(norm(x) * weight^T + bias)`, or `norm(x) * weight^T + bias + residual`, as far as
+/// these are there, for 16-bit `x` `[m, k]` and `weight` `[n, k]`, also in INT8 for bf16 `x`. None
+/// where the device is no Hopper GPU, or the product is not one for this kernel: the caller has
+/// others.
 ///
 /// None as well where there is a norm, and it is not an RMS norm of up to 64 rows in bf16: it is
 /// another launch then.

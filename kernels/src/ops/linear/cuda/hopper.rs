@@ -172,9 +172,10 @@ impl HopperPlan {
         let words = [m, n, k, whole_rounds, bias_kind, adds.into()];
         let arguments = words.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
         // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results
-        // are read and written in pairs below m and n, where n is even and
-        // `out` has no gaps and begins at a pair, the sums of rows over each stage below m, of which there are as many, and the bias is read below the columns of `b`, of which `plan` found it to have
-        // as many; each consumer of each block has a place of its own for what it leaves of a tile.
+        // are read and written in pairs below m and n, where n is even and `out` has no gaps and
+        // begins at a pair, the sums of rows over each stage below m, of which there are as many,
+        // and the bias is read below the columns of `b`, of which `plan` found it to have as many;
+        // each consumer of each block has a place of its own for what it leaves of a tile.
         unsafe { cuda::launch(a, kernel, clusters * BLOCKS, arguments) };
     }
 }

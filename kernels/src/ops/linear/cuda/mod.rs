@@ -240,9 +240,10 @@ impl<R: CubeRuntime> Epilogue<R> {
     }
 }
 
-/// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
-/// operands. None where the device is no Hopper GPU, the product is too small, an operand has a
-/// layout that TMA cannot read, or something is to be added to f32.
+/// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as
+/// `[m, n]` of `dtype`: f32, or that of the operands. None where the device is no Hopper GPU, the
+/// product is too small, an operand has a layout that TMA cannot read, or something is to be added
+/// to f32.
 pub(super) fn cuda_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -286,9 +287,9 @@ pub(super) fn cuda_product_into<R: CubeRuntime>(sum: &mut CubeTensor<R>, a: &Cub
     }
 }
 
-/// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`, f32 `[m]`, where `a` is of 16 bits and contiguous along M:
-/// the launch computes those over each stage, and another one adds them up. None for the reasons
-/// that [`cuda_product_into`] has.
+/// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`,
+/// f32 `[m]`, where `a` is of 16 bits and contiguous along M: the launch computes those over each
+/// stage, and another one adds them up. None for the reasons that [`cuda_product_into`] has.
 pub(super) fn cuda_product_and_row_sums<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -320,9 +321,10 @@ fn takes_sums<R: CubeRuntime>(sum: &mut CubeTensor<R>, shape: [usize; 2]) -> boo
     fits && sum.handle.offset_start.unwrap_or(0).is_multiple_of(8) && sum.can_mut()
 }
 
-/// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in its place, where there is one, which has no gaps,
-/// begins at a multiple of 8 bytes, and is nobody else's. None where the device is no Hopper GPU,
-/// the product is too small, or TMA cannot read the rows.
+/// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in
+/// its place, where there is one, which has no gaps, begins at a multiple of 8 bytes, and is nobody
+/// else's. None where the device is no Hopper GPU, the product is too small, or TMA cannot read the
+/// rows.
 fn f32_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -362,7 +364,8 @@ fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     x
 }
 
-/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved; otherwise as [`cuda_product`].
+/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved;
+/// otherwise as [`cuda_product`].
 pub(super) fn cuda_product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -383,8 +386,8 @@ pub(super) fn cuda_product_activate<R: CubeRuntime>(
     Some((out, slopes))
 }
 
-/// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]` of a gated activation, by both halves of which the product is
-/// multiplied; otherwise as [`cuda_product`].
+/// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]` of a gated activation, by
+/// both halves of which the product is multiplied; otherwise as [`cuda_product`].
 pub(super) fn cuda_product_by_slopes<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,

@@ -9,10 +9,10 @@
 //!
 //!            keys -->  columns at a time                queries -->  columns at a time
 //!          +-----------------------+                  +-----------------------+
-//! plane 0  | 16 * bands rows of Q  |  S = Q K^T       | 16 rows of K and V    |  S^T = K Q^T, dP^T = V dO^T
-//! plane 1  |                       |  P = exp(S - m)  |                       |  dV += P^T dO
-//! plane 2  |                       |  O += P V        |                       |  dK += dS^T Q
-//! plane 3  |                       |                  |                       |
+//! plane 0  | 16 * bands rows of Q  |  S = Q K^T       | 16 rows of K and V    |  S^T = K Q^T
+//! plane 1  |                       |  P = exp(S - m)  |                       |  dP^T = V dO^T
+//! plane 2  |                       |  O += P V        |                       |  dV += P^T dO
+//! plane 3  |                       |                  |                       |  dK += dS^T Q
 //!          +-----------------------+                  +-----------------------+
 //! backward_q has a tile of queries as the forward pass has: dQ += dS K.
 //! ```

@@ -6,8 +6,8 @@
 //
 //   forward    keeps Q       brings K, V     S = Q K^T     P = exp(S - max)
 //              O += P V
-//   backward   keeps K, V    brings Q, dO    S^T = K Q^T   P^T = exp(..), dS^T = P^T (V dO^T - delta)
-//              dV += P^T dO, dK += dS^T Q, dQ += dS K
+//   backward   keeps K, V    brings Q, dO    S^T = K Q^T   P^T = exp(..)
+//              dS^T = P^T (V dO^T - delta), dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
 // Scores and their gradients stay in registers: as sums of one product they lie just as the left
 // side of the next one does.

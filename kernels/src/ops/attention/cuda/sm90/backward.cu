@@ -12,9 +12,12 @@
 // ticket:
 //
 //            time ->
-//   keys 2   | q 4 | q 5 |                                the first that reaches a tile of queries stores its sums,
-//   keys 1   | q 2 | q 3 | q 4 | q 5 |                    the next ones add theirs,
-//   keys 0   | q 0 | q 1 | q 2 | q 3 | q 4 | q 5 |        the last one writes the tile
+//   keys 2   | q 4 | q 5 |
+//   keys 1   | q 2 | q 3 | q 4 | q 5 |
+//   keys 0   | q 0 | q 1 | q 2 | q 3 | q 4 | q 5 |
+//
+// The first that reaches a tile of queries stores its sums, the next ones add theirs, and the last
+// one writes the tile.
 //
 // Of the producer's warps one brings tiles, one what is known of each query (log_sum_exp and
 // delta), one waits for turns, and one ends them. A consumer's step with tile i:

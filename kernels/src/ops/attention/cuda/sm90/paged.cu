@@ -2,8 +2,10 @@
 // forward.cuh. A tile has new tokens of one row; it sees those before it in the row and, causally,
 // its own.
 //
-//   a row's pages   [ page 7 ][ page 2 ][ page 9 ][ page 4 ]..    64 keys each, a block of keys is two of them
+//   a row's pages   [ page 7 ][ page 2 ][ page 9 ][ page 4 ]..
 //   its new tokens                  [ tile of 128 ][ of fewer ]
+//
+// A page has 64 keys; a block of keys is two pages.
 
 constexpr int PAGE = 64;
 

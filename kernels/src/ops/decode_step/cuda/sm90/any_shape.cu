@@ -1,13 +1,15 @@
 // A decode step of up to eight rows of a model of any shape, from tokens to logits and greedy
 // tokens: a block of threads on each multiprocessor, all resident.
 //
+// Between the products are words {value, epoch} in global memory:
+//
 //               qkv          attention        output        up             down
-//     x ---------------> qkv ----------> parts -------> y -----------> h -----------> x        words {value, epoch} in global memory
+//     x ---------------> qkv ----------> parts -------> y -----------> h -----------> x
 //        norm                            of heads         norm
 //
 //     weight [N, K]   +----------------------+
-//     block 0         | warp 0, warp 1, ...  |   a warp multiplies two rows, or a part of their columns, by all tokens
-//     block 1         |                      |
+//     block 0         | warp 0, warp 1, ...  |   a warp multiplies two rows, or a part of their
+//     block 1         |                      |   columns, by all tokens
 //                     +----------------------+
 //
 // A block owns some rows of each matrix. It publishes its results as words that readers poll: a
@@ -27,7 +29,9 @@
 // ANGLE_PITCH. WORDS and SHARED are what it takes to be needed of words, and of bytes of shared
 // memory.
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
-constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM, GROUP = N_HEADS / N_KV_HEADS;
+constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM;
+constexpr int HEADS_WIDTH = N_HEADS * HEAD_DIM;
+constexpr int GROUP = N_HEADS / N_KV_HEADS;
 constexpr float NOTHING = -1e30f;                      // the score of a key that is none
 
 #if DTYPE == 0
@@ -82,9 +86,14 @@ constexpr int SPLITS = most(1, least(16, BLOCKS / (BATCH * N_KV_HEADS * CHUNKS))
 
 // What blocks exchange, in words: f32, but two numbers of 16 bits of h.
 constexpr int H_WORDS = DTYPE == 0 ? D_FF : D_FF / 2;
-constexpr int AT_X = 0, AT_Y = AT_X + BATCH * D_MODEL, AT_QKV = AT_Y + BATCH * D_MODEL, AT_H = AT_QKV + BATCH * QKV_ROWS;
-constexpr int AT_PARTS = AT_H + BATCH * H_WORDS, AT_WEIGHT = AT_PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
-constexpr int AT_LARGEST = AT_WEIGHT + ceil_div(BATCH * N_HEADS * SPLITS, 2) * 2;    // [BATCH, BLOCKS]: a logit, and its token
+constexpr int AT_X = 0;
+constexpr int AT_Y = AT_X + BATCH * D_MODEL;
+constexpr int AT_QKV = AT_Y + BATCH * D_MODEL;
+constexpr int AT_H = AT_QKV + BATCH * QKV_ROWS;
+constexpr int AT_PARTS = AT_H + BATCH * H_WORDS;
+constexpr int AT_WEIGHT = AT_PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
+// [BATCH, BLOCKS]: a logit, and its token.
+constexpr int AT_LARGEST = AT_WEIGHT + ceil_div(BATCH * N_HEADS * SPLITS, 2) * 2;
 static_assert(AT_LARGEST + 2 * BATCH * BLOCKS == WORDS, "words");
 static_assert(D_MODEL % 8 == 0 && D_FF % 8 == 0 && HEAD_DIM % 8 == 0 && HEAD_DIM <= 256 && BATCH <= 8, "sizes");
 static_assert(D_MODEL % WEIGHTS == 0 && D_FF % WEIGHTS == 0 && HEADS_WIDTH % WEIGHTS == 0, "rows of whole loads");
@@ -107,7 +116,9 @@ struct Product {
     // Two to this are the warps that share a tile.
     static constexpr int SPLIT_BITS = best(0, 1), SUMS = (1 << SPLIT_BITS) * ROWS * BATCH;
 
-    static __device__ __forceinline__ int begin(int block) { return UNIT * static_cast<int>(static_cast<u64>(N / UNIT) * static_cast<u32>(block) / BLOCKS); }
+    static __device__ __forceinline__ int begin(int block) {
+        return UNIT * static_cast<int>(static_cast<u64>(N / UNIT) * static_cast<u32>(block) / BLOCKS);
+    }
 };
 using Qkv = Product<QKV_ROWS, D_MODEL, QKV_PITCH>;
 using Out = Product<D_MODEL, HEADS_WIDTH, OUT_PITCH>;
@@ -116,15 +127,20 @@ using Down = Product<D_MODEL, D_FF, DOWN_PITCH>;
 using Head = Product<VOCABULARY, D_MODEL, HEAD_PITCH, 1, 1>;
 
 // Shared memory, in bytes.
-constexpr int KEY_LANES = HEAD_DIM <= 8 ? 1 : HEAD_DIM <= 16 ? 2 : HEAD_DIM <= 32 ? 4 : HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;
+constexpr int KEY_LANES =
+    HEAD_DIM <= 8 ? 1 : HEAD_DIM <= 16 ? 2 : HEAD_DIM <= 32 ? 4 : HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32;
 constexpr int INPUT = BATCH * most(D_MODEL, most(HEADS_WIDTH, D_FF)) * static_cast<int>(sizeof(Half));
-constexpr int AT_NEW = HEADS * HEAD_DIM, AT_OUT = AT_NEW + 2 * HEAD_DIM, AT_PEAKS = AT_OUT + WARPS * HEAD_DIM;      // of attention, in floats
+// Of attention, in floats.
+constexpr int AT_NEW = HEADS * HEAD_DIM;
+constexpr int AT_OUT = AT_NEW + 2 * HEAD_DIM;
+constexpr int AT_PEAKS = AT_OUT + WARPS * HEAD_DIM;
 constexpr int ATTENTION = (AT_PEAKS + WARPS * 2) * 4;
 constexpr int AT_SUMS = ceil_div(most(INPUT, ATTENTION), 16) * 16;
 constexpr int SUMS = most(most(Qkv::SUMS, Out::SUMS), most(most(Up::SUMS, Down::SUMS), Head::SUMS)) * 4;
 constexpr int AT_RESIDUAL = AT_SUMS + ceil_div(SUMS, 16) * 16;
 constexpr int MOST_ROWS = most(most(Qkv::ROWS, Out::ROWS), Up::ROWS);
-constexpr int AT_LAYERS = ceil_div(AT_RESIDUAL + BATCH * Out::ROWS * 4, 16) * 16, AT_EXTRAS = AT_LAYERS + 2 * static_cast<int>(sizeof(Layer));   // of two layers; of two products
+constexpr int AT_LAYERS = ceil_div(AT_RESIDUAL + BATCH * Out::ROWS * 4, 16) * 16; // of two layers
+constexpr int AT_EXTRAS = AT_LAYERS + 2 * static_cast<int>(sizeof(Layer));        // of two products
 constexpr int AT_REDUCED = AT_EXTRAS + 2 * 2 * MOST_ROWS * 4;
 static_assert(AT_REDUCED + 2 * WARPS * 4 + WARPS * 8 == SHARED && SHARED <= AT_WATCH, "shared memory");
 
@@ -156,7 +172,9 @@ struct Step {
 #else
         float x = to_float(numbers.embedding[at]);
 #endif
-        if (numbers.position_embedding) x += to_float(numbers.position_embedding[static_cast<u64>(position(row)) * POSITION_PITCH + column]);
+        if (numbers.position_embedding) {
+            x += to_float(numbers.position_embedding[static_cast<u64>(position(row)) * POSITION_PITCH + column]);
+        }
         return x;
     }
 };
@@ -169,7 +187,9 @@ struct Part {
     int first, own;                                    // rows of the block
 };
 template <class P>
-__device__ __forceinline__ Part part_of(const Step& step, const Weight* weight, const float* scales, const float* bias) {
+__device__ __forceinline__ Part part_of(
+    const Step& step, const Weight* weight, const float* scales, const float* bias
+) {
     const int first = P::begin(step.block), own = P::begin(step.block + 1) - first;
     return {weight, scales, bias, P::N, P::PITCH, P::K, P::COUNT, P::ROWS, P::SPLIT_BITS, first, own};
 }
@@ -180,12 +200,13 @@ __device__ __forceinline__ Part part_of(const Step& step, const Weight* weight, 
 #include "any_shape/greedy.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
-    const Layer* layers, State* state, u64* scratch, const int* ids, const int* positions, const int* pages, Half* hidden, float* logits,
-    int* greedy, int* following, const __grid_constant__ Numbers numbers
+    const Layer* layers, State* state, u64* scratch, const int* ids, const int* positions, const int* pages,
+    Half* hidden, float* logits, int* greedy, int* following, const __grid_constant__ Numbers numbers
 ) {
     Step step{layers, state, scratch, ids, positions, pages, hidden, logits, greedy, following, numbers,
-        static_cast<int>(numbers.rows), static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32),
-        static_cast<int>(threadIdx.x), reinterpret_cast<volatile State*>(state)->layers};
+        static_cast<int>(numbers.rows), static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x / 32),
+        static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x),
+        reinterpret_cast<volatile State*>(state)->layers};
     const float nan = __int_as_float(0x7fc00000);
     // After a step whose waits were too long, none is right: the result is no number.
     if (reinterpret_cast<volatile State*>(state)->error) {
@@ -198,12 +219,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
     }
     if (step.thread == 0) Watch::begin();
     // Rows that are none are zeros, or numbers of other layers.
-    for (int i = step.thread; i < AT_SUMS / 16; i += THREADS) reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = step.thread; i < AT_SUMS / 16; i += THREADS) {
+        reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
+    }
     // The residual stream of the block's rows.
     float* residual = reinterpret_cast<float*>(memory + AT_RESIDUAL);
     const int first = Out::begin(step.block), own = Out::begin(step.block + 1) - first;
     #pragma unroll 1
-    for (int i = step.thread; i < step.rows * own; i += THREADS) residual[i % own * BATCH + i / own] = step.embedded(i / own, first + i % own);
+    for (int i = step.thread; i < step.rows * own; i += THREADS) {
+        residual[i % own * BATCH + i / own] = step.embedded(i / own, first + i % own);
+    }
     constexpr int POINTERS = sizeof(Layer) / 8;
     u64* kept = reinterpret_cast<u64*>(memory + AT_LAYERS);
     if (step.thread < POINTERS) kept[step.thread] = reinterpret_cast<const u64*>(layers)[step.thread];
@@ -219,7 +244,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
             // that others still read.
             __syncthreads();
             // The next layer takes the place of the one before.
-            if (turn == QKV && step.thread < POINTERS) next[step.thread] = reinterpret_cast<const u64*>(layers + min(l + 1, N_LAYERS - 1))[step.thread];
+            if (turn == QKV && step.thread < POINTERS) {
+                next[step.thread] = reinterpret_cast<const u64*>(layers + min(l + 1, N_LAYERS - 1))[step.thread];
+            }
             if (turn == OUT) attend(step, layer);
             Part part;
             if (turn == QKV && last) part = part_of<Head>(step, numbers.head, numbers.head_scales, nullptr);
@@ -238,8 +265,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
                         of_feed_forward(step);
                     } else {
                         const u64* from = turn == UP ? scratch + AT_Y : l > 0 ? scratch + AT_X : nullptr;
-                        const float* gamma = turn == UP ? layer.feed_forward_gamma : last ? numbers.final_gamma : layer.attention_gamma;
-                        const float* beta = turn == UP ? layer.feed_forward_beta : last ? numbers.final_beta : layer.attention_beta;
+                        const float* gamma =
+                            turn == UP ? layer.feed_forward_gamma : last ? numbers.final_gamma : layer.attention_gamma;
+                        const float* beta =
+                            turn == UP ? layer.feed_forward_beta : last ? numbers.final_beta : layer.attention_beta;
                         normed(step, from, gamma, beta, last);
                     }
                     if (!last) extras.keep(step);
@@ -248,7 +277,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
             }
             if (last) {
                 if (step.block == 0) {
-                    for (int i = step.thread; i < step.rows * D_MODEL; i += THREADS) hidden[i] = reinterpret_cast<const Half*>(memory)[i];
+                    for (int i = step.thread; i < step.rows * D_MODEL; i += THREADS) {
+                        hidden[i] = reinterpret_cast<const Half*>(memory)[i];
+                    }
                 }
                 predict(step, part);
                 break;
@@ -278,7 +309,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
 #if DTYPE == 0
                 publish(to + i, inner(i), step.epoch);
 #else
-                publish(to + i, from_float(inner(2 * i)) | static_cast<u32>(from_float(inner(2 * i + 1))) << 16, step.epoch);
+                publish(
+                    to + i, from_float(inner(2 * i)) | static_cast<u32>(from_float(inner(2 * i + 1))) << 16,
+                    step.epoch);
 #endif
             }
         }

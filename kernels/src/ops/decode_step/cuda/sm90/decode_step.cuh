@@ -28,17 +28,23 @@ struct Numbers {
 };
 
 // A position within the rotary table and a row's pages, whatever the device was given.
-__device__ __forceinline__ int clamped(int position, int last) { return static_cast<int>(min(static_cast<u32>(position), static_cast<u32>(last))); }
+__device__ __forceinline__ int clamped(int position, int last) {
+    return static_cast<int>(min(static_cast<u32>(position), static_cast<u32>(last)));
+}
 
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + exp_2(-1.4426950408889634f * gate)) * up; }
+__device__ __forceinline__ float gated(float gate, float up) {
+    return __fdividef(gate, 1 + exp_2(-1.4426950408889634f * gate)) * up;
+}
 // Two of four signed bytes, by the bytes of `x`, as bf16: 128 + (the lower seven bits), less 128
 // and the sign's 128.
 __device__ __forceinline__ u32 from_bytes(u32 four, u32 which) {
     const u32 x = __byte_perm(four, 0, which);
     u32 v;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
+    asm("sub.rn.bf16x2 %0, %1, %2;"
+        : "=r"(v)
+        : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
     return v;
 }
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -63,7 +69,10 @@ struct Patience {
     u32 before, begun;
 
     // Where the warp's waits are kept, and for which input this one is.
-    __device__ __forceinline__ void begin(u32 waits, u32 warp, int input) { before = waits + (warp * 4 + input) * 4, begun = cycles(); }
+    __device__ __forceinline__ void begin(u32 waits, u32 warp, int input) {
+        before = waits + (warp * 4 + input) * 4;
+        begun = cycles();
+    }
     __device__ __forceinline__ void hold() const {
         u32 waited;
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(waited) : "r"(before) : "memory");
@@ -88,7 +97,8 @@ enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, KEY_PAGES_MAP, 
 // As many groups of 64 columns and rows of a weight as its map says, from these on.
 __device__ __forceinline__ void load_groups(u32 to, const TensorMap* map, int group, int row, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
         "l"(map), "r"(0), "r"(row), "r"(group), "r"(barrier) : "memory");
 }
 
@@ -110,7 +120,9 @@ struct RingOf {
     __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
         // Not one that was lost: the producer would fill it while the copy before is still on its
         // way.
-        if (lane == 0 && !lost) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
+        if (lane == 0 && !lost) {
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
+        }
         advance();
     }
     __device__ __forceinline__ void skip(int stages) {

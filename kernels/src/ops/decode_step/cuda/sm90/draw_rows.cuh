@@ -13,16 +13,21 @@ struct Draws {
 
     __device__ __forceinline__ Way way(const float* logits, int vocabulary, int row, int position) const {
         const int line = lines[row] < n_lines ? lines[row] : -1;
-        return {logits + static_cast<u64>(row) * vocabulary, {prompt, written, bias}, line, vocabulary, numbers + row * WAY_NUMBERS, static_cast<u32>(streams[row]), position};
+        return {
+            logits + static_cast<u64>(row) * vocabulary, {prompt, written, bias}, line, vocabulary,
+            numbers + row * WAY_NUMBERS, static_cast<u32>(streams[row]), position};
     }
 };
 
 // What blocks tell of their logits: groups of each row, and that they are there.
 struct GroupBoard {
-    static constexpr int WORDS_OF_ROW = MOST_GROUPS * sizeof(Group) / 8, ROOM = BATCH * WORDS_OF_ROW + MOST_GROUPS / DRAW_WARPS;
+    static constexpr int WORDS_OF_ROW = MOST_GROUPS * sizeof(Group) / 8;
+    static constexpr int ROOM = BATCH * WORDS_OF_ROW + MOST_GROUPS / DRAW_WARPS;
     u64* words;
 
-    __device__ __forceinline__ Group* groups(int row) const { return reinterpret_cast<Group*>(words + row * WORDS_OF_ROW); }
+    __device__ __forceinline__ Group* groups(int row) const {
+        return reinterpret_cast<Group*>(words + row * WORDS_OF_ROW);
+    }
     __device__ __forceinline__ u64* ready(int block) const { return words + BATCH * WORDS_OF_ROW + block; }
 };
 
@@ -33,18 +38,24 @@ struct WarpTokens {
     int vocabulary;
 
     __device__ __forceinline__ int groups() const { return gridDim.x * DRAW_WARPS; }
-    __device__ __forceinline__ int most() const { return ((vocabulary + gridDim.x - 1) / gridDim.x + DRAWERS - 1) / DRAWERS * 32; }
+    __device__ __forceinline__ int most() const {
+        return ((vocabulary + gridDim.x - 1) / gridDim.x + DRAWERS - 1) / DRAWERS * 32;
+    }
     __device__ __forceinline__ int token(int group, int i) const {
-        const int block = group / DRAW_WARPS, token = begin(block) + group % DRAW_WARPS * 32 + i % 32 + i / 32 * DRAWERS;
+        const int block = group / DRAW_WARPS;
+        const int token = begin(block) + group % DRAW_WARPS * 32 + i % 32 + i / 32 * DRAWERS;
         return token < begin(block + 1) ? token : NO_TOKEN;
     }
 };
 
 // By 512 threads of each block, those that gave its logits among them; those of the first blocks
-// are told the token of their row, which stands
-// `at` behind its position. What lay in shared memory is lost. Apart from the rest of a step, whose registers are scarce.
+// are told the token of their row, which stands `at` behind its position. What lay in shared memory
+// is lost. Apart from the rest of a step, whose registers are scarce.
 template <class Begin>
-__device__ __noinline__ int draw_rows(Draws draws, const float* logits, int vocabulary, const int* positions, int at, int rows, Begin begin, GroupBoard board, u32 epoch) {
+__device__ __noinline__ int draw_rows(
+    Draws draws, const float* logits, int vocabulary, const int* positions, int at, int rows, Begin begin,
+    GroupBoard board, u32 epoch
+) {
     DrawMemory& own = *reinterpret_cast<DrawMemory*>(memory);
     const int thread = threadIdx.x, row = blockIdx.x, blocks = gridDim.x;
     const int first = begin(row), end = begin(row + 1);
@@ -57,7 +68,8 @@ __device__ __noinline__ int draw_rows(Draws draws, const float* logits, int voca
         #pragma unroll
         for (int o = 16; o; o >>= 1) {
             Group other;
-            other.largest = {__shfl_xor_sync(~0u, group.largest.logit, o), __shfl_xor_sync(~0u, group.largest.token, o)};
+            other.largest = {
+                __shfl_xor_sync(~0u, group.largest.logit, o), __shfl_xor_sync(~0u, group.largest.token, o)};
             other.mass = __shfl_xor_sync(~0u, group.mass, o);
             group.add(other, weighs);
         }
@@ -67,7 +79,8 @@ __device__ __noinline__ int draw_rows(Draws draws, const float* logits, int voca
     if (thread == 0) {
         // What all threads of the block wrote comes before it.
         asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(board.ready(row)), "l"(static_cast<u64>(epoch)) : "memory");
+        asm volatile(
+            "st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(board.ready(row)), "l"(static_cast<u64>(epoch)) : "memory");
     }
     if (row >= rows) return NO_TOKEN;
     #pragma unroll 1

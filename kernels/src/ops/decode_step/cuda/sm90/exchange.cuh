@@ -7,7 +7,8 @@ __device__ __forceinline__ void publish(u64* at, u32 v, u32 e) {
 }
 __device__ __forceinline__ void publish(u64* at, float v, u32 e) { publish(at, __float_as_uint(v), e); }
 __device__ __forceinline__ void publish(u64* at, u32 v0, u32 v1, u32 e) {
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(at), "l"(both(v0, e)), "l"(both(v1, e)) : "memory");
+    asm volatile(
+        "st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(at), "l"(both(v0, e)), "l"(both(v1, e)) : "memory");
 }
 __device__ __forceinline__ void word(const u64* at, u32& v, u32& e) {
     u64 a;

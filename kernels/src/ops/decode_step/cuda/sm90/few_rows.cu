@@ -10,8 +10,10 @@
 // counting over launches, so nothing is ever reset. Before a norm the receiver multiplies by gamma,
 // and the product by the norm's factor, so a norm needs no step of its own.
 //
+// Between the products are words {bf16, bf16, epoch}:
+//
 //                   qkv          attention        output        gate, up         down
-//   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x     {bf16, bf16, epoch} words
+//   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x
 //   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
 //                            row, some blocks
 //
@@ -50,9 +52,11 @@ constexpr int THREADS = 32 * (WARPS + 4), SUMMING = 32 * (WARPS + FINISHERS);
 constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : 10;
 constexpr int SPLITS = 16 / BATCH, HEAD_ROWS = STAGE / LINE;  // rows of a stage of the head
 constexpr int SUM_ROWS = 48, SUMS = WARPS * BATCH * SUM_ROWS;
-constexpr int INPUTS = BATCH <= 2 ? 3 : 1;                // slices of a warp's input that shared memory holds
+constexpr int INPUTS = BATCH <= 2 ? 3 : 1;  // slices of a warp's input that shared memory holds
 constexpr int OUT_T = HEADS_WIDTH / SLICE, DOWN_T = D_FF / SLICE;
-static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 && GROUP == 2 && HEAD_DIM == 128 && BATCH <= 4, "sizes");
+static_assert(
+    D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 && GROUP == 2 && HEAD_DIM == 128 && BATCH <= 4,
+    "sizes");
 
 #include "draw_rows.cuh"
 
@@ -73,8 +77,11 @@ struct Step {
     u16* hidden;                                       // [rows, D_MODEL]
     float* logits;                                     // [rows, vocabulary]
     int* tokens;                                       // [steps, rows]: what each step predicts
-    int *next, *reached, *following;                   // [rows]: the last of these, where the last step's tokens stand, and the positions behind
-    const int* ends;                                   // [rows, ends_a_row]: tokens behind which a row keeps its token
+    int* next;                                         // [rows]: the last of these
+    int* reached;                                      // [rows]: where the last step's tokens stand
+    int* following;                                    // [rows]: the positions behind those
+    const int* ends;                                   // [rows, ends_a_row]: tokens behind which a
+                                                       // row keeps its token
     int rows, pages_a_row, vocabulary, last_position, steps, ends_a_row;
     const Scales* scales;                              // of each block
     Draws draws;
@@ -82,13 +89,17 @@ struct Step {
     // Rows that are none are the first once more: they write what it writes, and are not told of.
     __device__ __forceinline__ int row(int r) const { return r < rows ? r : 0; }
     // Of the step that is `at` behind the first.
-    __device__ __forceinline__ int position(int r, int at) const { return clamped(positions[row(r)] + at, last_position); }
+    __device__ __forceinline__ int position(int r, int at) const {
+        return clamped(positions[row(r)] + at, last_position);
+    }
     // The tokens that a step reads lie in shared memory.
     static __device__ __forceinline__ volatile int* ids_read();
     // How many steps of the launch are over.
     static __device__ __forceinline__ volatile int& at();
     __device__ __forceinline__ int id(int r) const { return ids_read()[r]; }
-    __device__ __forceinline__ void set_id(int r, int token) const { ids_read()[r] = min(max(token, 0), vocabulary - 1); }
+    __device__ __forceinline__ void set_id(int r, int token) const {
+        ids_read()[r] = min(max(token, 0), vocabulary - 1);
+    }
     // Whether the token that a row reads ends its text, by a warp, which has the row's ends in
     // shared memory.
     __device__ __forceinline__ bool ended(int r) const {
@@ -116,16 +127,29 @@ struct Step {
 constexpr int X = 0, Y = X + COPIES * BATCH * D_MODEL / 2, O = Y + COPIES * BATCH * D_MODEL / 2;
 constexpr int H = O + COPIES * BATCH * HEADS_WIDTH / 2, Q = H + COPIES * BATCH * D_FF / 2, PARTS = Q + BATCH * QKV_ROWS;
 constexpr int WEIGHTS = PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
-constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = MOST_GROUPS / DRAW_WARPS;  // [rows, blocks]: a logit and its token
+constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS; // [rows, blocks]: a logit and its token
+constexpr int MOST_BLOCKS = MOST_GROUPS / DRAW_WARPS;
 constexpr int DRAWN = LARGEST + BATCH * 2 * MOST_BLOCKS;   // [rows]: tokens
 constexpr int BOARD = DRAWN + BATCH;
 
 // Shared memory, in bytes.
-constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
-constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4, AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
+constexpr int AT_SUMS = STAGE * STAGES;
+constexpr int AT_PART = AT_SUMS + 2 * SUMS * 4;
+constexpr int AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4;
+constexpr int AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
+constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4;
+constexpr int AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2;
+constexpr int AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
-constexpr int AT_ROLES = AT_IDS + 16, AT_STEP = AT_ROLES + 4, AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_RELEASED = AT_BARRIERS + STAGES * 16;
-constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4, AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4, AT_ENDS = AT_WAITED + WARPS * 16, SHARED = AT_ENDS + BATCH * MOST_ENDS * 4;
+constexpr int AT_ROLES = AT_IDS + 16;
+constexpr int AT_STEP = AT_ROLES + 4;
+constexpr int AT_SQUARES = AT_IDS + 32;
+constexpr int AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4;
+constexpr int AT_RELEASED = AT_BARRIERS + STAGES * 16;
+constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4;
+constexpr int AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4;
+constexpr int AT_ENDS = AT_WAITED + WARPS * 16;
+constexpr int SHARED = AT_ENDS + BATCH * MOST_ENDS * 4;
 static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
 using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 static_assert(sizeof(DrawMemory) <= AT_SUMS, "sampling reuses the memory of stages");
@@ -153,7 +177,11 @@ __device__ __forceinline__ float4 shared_floats(u32 at) {
 }
 __device__ __forceinline__ uint4 shared_16(u32 at) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    asm volatile(
+        "ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "r"(at)
+        : "memory");
     return v;
 }
 // Eight weights of a row, as bf16.
@@ -242,7 +270,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 ep
                 c.put(1, 0, acc[0], acc[1]);
                 barrier_arrive(2, SUMMING);
             }
-            const u32* norm_next = reinterpret_cast<const u32*>(l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
+            const u32* norm_next = reinterpret_cast<const u32*>(
+                l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
             {
                 u32 in[1][8];
                 Consumer::Words<1> w;
@@ -294,7 +323,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 ep
             for (int r = 0; r < BATCH; r++) {
                 result[r] = w.v[0][r];
                 __syncwarp();
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(c.staged + r * 128), "r"(normed(r, result[r], gamma)) : "memory");
+                asm volatile(
+                    "st.shared.u32 [%0], %1;" ::"r"(c.staged + r * 128), "r"(normed(r, result[r], gamma)) : "memory");
             }
         }
         c.put_squares(squares);
@@ -318,21 +348,27 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 ep
 #include "few_rows/finisher.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
-    const Layer* layers, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
-    u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const Weight* head, float* logits,
-    int* tokens, int* next, int* reached, int* following, const int* ends, const int* streams, const int* lines, const float* draw_numbers,
-    const float* prompt, float* written, const float* bias, const __grid_constant__ StepNumbers numbers
+    const Layer* layers, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin,
+    State* state, u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden,
+    const Weight* head, float* logits, int* tokens, int* next, int* reached, int* following, const int* ends,
+    const int* streams, const int* lines, const float* draw_numbers, const float* prompt, float* written,
+    const float* bias, const __grid_constant__ StepNumbers numbers
 ) {
-    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, tokens, next, reached, following,
-        ends, static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
+    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
+        logits, tokens, next, reached, following, ends,
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
         static_cast<int>(numbers.last_position), static_cast<int>(numbers.steps),
         min(static_cast<int>(numbers.ends_a_row), MOST_ENDS),
         reinterpret_cast<const Scales*>(numbers.scales),
         {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.n_lines), numbers.draws != 0}};
     if (failed(state, hidden, step.rows)) {
         const u64 all = static_cast<u64>(step.rows) * step.vocabulary;
-        for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) logits[i] = __int_as_float(0x7fc00000);
-        for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) step.predict(at, threadIdx.x, -1);
+        for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) {
+            logits[i] = __int_as_float(0x7fc00000);
+        }
+        for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) {
+            step.predict(at, threadIdx.x, -1);
+        }
         return;
     }
     StageRing ring{shared_address(memory)};
@@ -353,7 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     }
     // If all sequences have ended, there is nothing to do.
     if (!__syncthreads_or(goes_on)) {
-        for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) step.predict(at, threadIdx.x, ids[threadIdx.x]);
+        for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) {
+            step.predict(at, threadIdx.x, ids[threadIdx.x]);
+        }
         return;
     }
     const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(step.position(0, 0)) == 1};

@@ -6,13 +6,19 @@
 //
 //                 slices of the weight's rows
 //               +-----+-----+-----+-----+- ..
-//      half 0   | cluster 0 | cluster 2 |            Both blocks of a cluster have the same half, and so the same input: each
-//      half 1   | cluster 1 | cluster 3 |            brings every other group of its columns, to both.
+//      half 0   | cluster 0 | cluster 2 |
+//      half 1   | cluster 1 | cluster 3 |
 //               +-----+-----+-----+-----+- ..
 //
-//   block    two warpgroups: the even and the odd groups of 64 columns, by wgmma; their sums meet in shared memory
-//            one warp: brings weights, keys and values by TMA through a ring, in the order of their use; never waits for results
-//            one warp: waits for what other blocks publish, and brings the inputs of products through another ring
+// Both blocks of a cluster have the same half, and so the same input: each brings every other group
+// of its columns, to both.
+//
+//   block    two warpgroups: the even and the odd groups of 64 columns, by wgmma; their sums meet
+//                in shared memory
+//            one warp: brings weights, keys and values by TMA through a ring, in the order of their
+//                use; never waits for results
+//            one warp: waits for what other blocks publish, and brings the inputs of products
+//                through another ring
 //            two warps: 1 / rms of the rows
 //
 //               qkv           attention         output        gate, up         down
@@ -23,12 +29,13 @@
 // is never reset. There is one of each buffer. Before a block overwrites its part of one, all that
 // read the part before have said so by what they published behind it:
 //
-//   x, x' and squares, by the output projection    ATTENDED of all blocks: behind their products of x
-//                      by the down projection      GATED of the half: behind its products of x'
-//   q, k and v                                     ATTENDED of all blocks, of the layer before
-//   parts of heads that are cut                    the same
-//   o                                              QKV of all blocks: behind their products of o, of the layer before
-//   h                                              INPUT of the half: behind its products of h, of the layer before
+//   x, x' and squares,
+//     by the output projection    ATTENDED of all blocks: behind their products of x
+//     by the down projection      GATED of the half: behind its products of x'
+//   q, k and v                    ATTENDED of all blocks, of the layer before
+//   parts of heads that are cut   the same
+//   o                             QKV of all blocks, of the layer before: behind products of o
+//   h                             INPUT of the half, of the layer before: behind products of h
 //
 // The residual stream stays in registers, in f32. It is published multiplied by the next norm's
 // gamma; 1 / rms is applied to the sums, from squares that each slice publishes with it.
@@ -78,27 +85,45 @@ constexpr int FACTORS_BARRIER = 2;
 
 // What blocks publish, in words of four bytes: [BATCH, ..] of bf16, but for squares of f32, parts
 // of heads and flags.
-constexpr int X = 0, O = X + BATCH * D_MODEL / 2, H = O + BATCH * HEADS_WIDTH / 2, Q = H + BATCH * D_FF / 2;
-constexpr int SQUARES = Q + BATCH * QKV_ROWS / 2;                                  // [SLICES, BATCH]
-constexpr int PIECES = SQUARES + BATCH * SLICES, PIECE = GROUP * (HEAD_DIM + 2);    // [BLOCKS, PIECE] of a number and the layer's number
-constexpr int FLAG_WORDS = PIECES + BLOCKS * PIECE * 2;                               // [FLAGS, 2, SLICES]
+constexpr int X = 0;
+constexpr int O = X + BATCH * D_MODEL / 2;
+constexpr int H = O + BATCH * HEADS_WIDTH / 2;
+constexpr int Q = H + BATCH * D_FF / 2;
+constexpr int SQUARES = Q + BATCH * QKV_ROWS / 2;       // [SLICES, BATCH]
+// [BLOCKS, PIECE] of a number and the layer's number.
+constexpr int PIECES = SQUARES + BATCH * SLICES;
+constexpr int PIECE = GROUP * (HEAD_DIM + 2);
+constexpr int FLAG_WORDS = PIECES + BLOCKS * PIECE * 2;  // [FLAGS, 2, SLICES]
 
 // Shared memory.
-constexpr int EXCHANGED = (2 * GateOrUp::OWN > Qkv::OWN ? 2 * GateOrUp::OWN : Qkv::OWN) * 64 * 4, HEADS_PUT_TOGETHER = WARPS * GROUP * HEAD_DIM * 4;
+constexpr int EXCHANGED = (2 * GateOrUp::OWN > Qkv::OWN ? 2 * GateOrUp::OWN : Qkv::OWN) * 64 * 4;
+constexpr int HEADS_PUT_TOGETHER = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int EXCHANGE_BYTES = EXCHANGED > HEADS_PUT_TOGETHER ? EXCHANGED : HEADS_PUT_TOGETHER;
-constexpr int OTHERS = EXCHANGE_BYTES + 3 * 64 * 4 + TEAMS * (GROUP + 2) * HEAD_DIM * 2 + WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
-constexpr int INPUT_STAGES = (TOKENS > 48 ? 81920 : 65536) / INPUT_STAGE, STAGES = (SHARED_BYTES - OTHERS - INPUT_STAGES * INPUT_STAGE) / STAGE;
-constexpr int AT_INPUT = STAGES * STAGE, AT_EXCHANGE = AT_INPUT + INPUT_STAGES * INPUT_STAGE, AT_PARTS = AT_EXCHANGE;
-constexpr int AT_FACTORS = AT_EXCHANGE + EXCHANGE_BYTES, AT_SQUARES = AT_FACTORS + 64 * 4, AT_QUERIES = AT_SQUARES + 2 * 64 * 4;
-constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
-constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_INPUT_BARRIERS = AT_BARRIERS + 16 * STAGES;
-constexpr int AT_READY = AT_INPUT_BARRIERS + 16 * INPUT_STAGES, AT_POSITIONS = AT_READY + 16, AT_BEFORE = AT_POSITIONS + BATCH * 4;
-constexpr int AT_CUTS = AT_BEFORE + (BATCH + 1) * 4, AT_WALK = AT_CUTS + (BLOCKS + 1) * 4, SHARED = AT_WALK + sizeof(int) * 3;
+constexpr int OTHERS = EXCHANGE_BYTES + 3 * 64 * 4 + TEAMS * (GROUP + 2) * HEAD_DIM * 2 + WARPS * GROUP * 8 +
+    (2 * BATCH + 1) * 4 + 1024;
+constexpr int INPUT_STAGES = (TOKENS > 48 ? 81920 : 65536) / INPUT_STAGE;
+constexpr int STAGES = (SHARED_BYTES - OTHERS - INPUT_STAGES * INPUT_STAGE) / STAGE;
+constexpr int AT_INPUT = STAGES * STAGE;
+constexpr int AT_EXCHANGE = AT_INPUT + INPUT_STAGES * INPUT_STAGE;
+constexpr int AT_PARTS = AT_EXCHANGE;
+constexpr int AT_FACTORS = AT_EXCHANGE + EXCHANGE_BYTES;
+constexpr int AT_SQUARES = AT_FACTORS + 64 * 4;
+constexpr int AT_QUERIES = AT_SQUARES + 2 * 64 * 4;
+constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2;
+constexpr int AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
+constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8;
+constexpr int AT_INPUT_BARRIERS = AT_BARRIERS + 16 * STAGES;
+constexpr int AT_READY = AT_INPUT_BARRIERS + 16 * INPUT_STAGES;
+constexpr int AT_POSITIONS = AT_READY + 16;
+constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4;
+constexpr int AT_CUTS = AT_BEFORE + (BATCH + 1) * 4;
+constexpr int AT_WALK = AT_CUTS + (BLOCKS + 1) * 4;
+constexpr int SHARED = AT_WALK + sizeof(int) * 3;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
 // With fewer than 64 rows, wgmma also reads what follows and computes sums that are not used.
 static_assert(EXCHANGE_BYTES >= (64 - TOKENS) * 128, "rows behind the last stage of inputs");
 using Weights = RingOf<STAGE, STAGES, AT_BARRIERS>;
-using Inputs = RingOf<INPUT_STAGE, INPUT_STAGES, AT_INPUT_BARRIERS - AT_INPUT>;      // from AT_INPUT on
+using Inputs = RingOf<INPUT_STAGE, INPUT_STAGES, AT_INPUT_BARRIERS - AT_INPUT>;  // from AT_INPUT on
 
 #include "paged_attention.cuh"
 
@@ -119,7 +144,9 @@ __device__ __forceinline__ u32 of_cluster() { return blockIdx.x % CLUSTER; }
 __device__ __forceinline__ u32 own_half() { return blockIdx.x / CLUSTER % 2; }
 __device__ __forceinline__ u32 own_slice() { return blockIdx.x / CLUSTER / 2 * CLUSTER + of_cluster(); }
 // The number before a step's first; each step has NUMBERS.
-__device__ __forceinline__ u32 epoch_of(const Step& step) { return reinterpret_cast<volatile State*>(step.state)->large_batch[SIZE]; }
+__device__ __forceinline__ u32 epoch_of(const Step& step) {
+    return reinterpret_cast<volatile State*>(step.state)->large_batch[SIZE];
+}
 constexpr u32 NUMBERS = 2 * N_LAYERS + 1;
 
 // ---- the warp that brings weights, keys and values
@@ -191,7 +218,8 @@ struct Scout {
         #pragma unroll 1
         for (int i = 0; !__all_sync(~0u, over); i++) {
             uint2 flags;
-            asm volatile("ld.acquire.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(flags.x), "=r"(flags.y) : "l"(at) : "memory");
+            asm volatile(
+                "ld.acquire.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(flags.x), "=r"(flags.y) : "l"(at) : "memory");
             over = reached(flags.x, number) && reached(flags.y, number) || i % 32 == 31 && Watch::late();
         }
         __syncwarp();
@@ -212,7 +240,9 @@ struct Scout {
                 asm volatile(
                     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                     " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(ring.stage() + rank * GROUP_BYTES),
-                    "l"(map), "r"(0), "r"(half * TOKENS), "r"(group), "r"(ring.full()), "h"(static_cast<unsigned short>(3)) : "memory");
+                    "l"(map), "r"(0), "r"(half * TOKENS), "r"(group), "r"(ring.full()),
+                    "h"(static_cast<unsigned short>(3))
+                    : "memory");
             }
             ring.advance();
         }
@@ -257,7 +287,13 @@ __device__ __forceinline__ void keep_factors(const Step& step) {
         for (int first = 0; first < SLICES; first += 32) {
             u32 v[32];
             #pragma unroll
-            for (int k = 0; k < 32; k++) asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v[k]) : "l"(squares + (first + k) * BATCH) : "memory");
+            for (int k = 0; k < 32; k++) {
+                asm volatile(
+                    "ld.relaxed.gpu.global.b32 %0, [%1];"
+                    : "=r"(v[k])
+                    : "l"(squares + (first + k) * BATCH)
+                    : "memory");
+            }
             #pragma unroll
             for (int k = 0; k < 32; k++) sum += __uint_as_float(v[k]);
         }
@@ -276,7 +312,7 @@ struct Consumer {
     u32 nil;
     u32 at_input, at_weight;                           // where in a tile of [16, 64] a lane reads
     u32 ready;                                         // parity of queries, keys and values
-    float residual[4];                                 // of rows `row(0)` and `row(1)`, two columns each
+    float residual[4];                                 // of rows `row(0)` and `row(1)`: two columns
 
     // The warpgroup, and which rows of its half a thread has of products.
     __device__ __forceinline__ u32 group() const { return warp / 4; }
@@ -285,7 +321,9 @@ struct Consumer {
     __device__ __forceinline__ bool there(u32 row) const { return row < TOKENS && of_batch(row) < step.rows; }
     // The first of two columns that a thread has of `blocks` of eight, shared out between the
     // warpgroups.
-    __device__ __forceinline__ u32 column(int blocks, int i) const { return (group() * (blocks / 2) + i) * 8 + lane % 4 * 2; }
+    __device__ __forceinline__ u32 column(int blocks, int i) const {
+        return (group() * (blocks / 2) + i) * 8 + lane % 4 * 2;
+    }
 
     // What the compiler knows of the thread's place: conditions on it are made anew behind this.
     __device__ __forceinline__ void forget() { asm volatile("" : "+r"(thread), "+r"(warp), "+r"(lane)); }
@@ -324,8 +362,9 @@ struct Consumer {
             for (int i = 0; i < 4; i++) {
                 #pragma unroll
                 for (int p = 0; p < PARTS; p++) {
-                    Wgmma<S::OWN>::template multiply<0, 0>(sums[p], tile_descriptor<64>(input + i * 32),
-                                                           tile_descriptor<64>(tiles[p] + weight + i * 32), k > 0 || i > 0);
+                    Wgmma<S::OWN>::template multiply<0, 0>(
+                        sums[p], tile_descriptor<64>(input + i * 32), tile_descriptor<64>(tiles[p] + weight + i * 32),
+                        k > 0 || i > 0);
                 }
             }
             wgmma_commit();
@@ -349,13 +388,18 @@ struct Consumer {
     // Behind it factors are there, where it is asked for.
     template <bool NORMED, int PARTS, int N>
     __device__ __forceinline__ void join(const float (&sums)[PARTS][N][4], float (&own)[PARTS][N / 2][4]) const {
-        auto at = [&](u32 of, int p, int i) { return reinterpret_cast<float4*>(memory + AT_EXCHANGE) + ((of * PARTS + p) * (N / 2) + i) * 128 + thread % 128; };
+        auto at = [&](u32 of, int p, int i) {
+            return reinterpret_cast<float4*>(memory + AT_EXCHANGE) + ((of * PARTS + p) * (N / 2) + i) * 128 +
+                thread % 128;
+        };
         #pragma unroll
         for (int p = 0; p < PARTS; p++) {
             #pragma unroll
             for (int i = 0; i < N / 2; i++) {
                 const float(&low)[4] = sums[p][i], (&high)[4] = sums[p][N / 2 + i];
-                *at(group(), p, i) = group() ? make_float4(low[0], low[1], low[2], low[3]) : make_float4(high[0], high[1], high[2], high[3]);
+                *at(group(), p, i) =
+                    group() ? make_float4(low[0], low[1], low[2], low[3])
+                            : make_float4(high[0], high[1], high[2], high[3]);
                 #pragma unroll
                 for (int j = 0; j < 4; j++) own[p][i][j] = group() ? high[j] : low[j];
             }
@@ -401,11 +445,14 @@ struct Consumer {
         }
         consumers_sync();
         if (thread < 64 && there(thread)) {
-            step.scratch[SQUARES + slice * BATCH + of_batch(thread)] = __float_as_uint(squares[thread] + squares[64 + thread]);
+            step.scratch[SQUARES + slice * BATCH + of_batch(thread)] =
+                __float_as_uint(squares[thread] + squares[64 + thread]);
         }
         publish_all(INPUT, number);
     }
-    __device__ __forceinline__ float factor(u32 row) const { return reinterpret_cast<const float*>(memory + AT_FACTORS)[row]; }
+    __device__ __forceinline__ float factor(u32 row) const {
+        return reinterpret_cast<const float*>(memory + AT_FACTORS)[row];
+    }
 
     // A thread's numbers of a slice, `value(block of eight columns, number, 1 / rms)`, to rows of
     // `width`: four lanes have two columns each of a row's block, and write a block each.
@@ -491,7 +538,10 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
             u32* to = piece + blockIdx.x * PIECE * 2;
             publish(to + 4 * pair, __float_as_uint(part.out.x), number);
             publish(to + 4 * pair + 2, __float_as_uint(part.out.y), number);
-            if (pair == 0) publish(to + 2 * HEAD_DIM, __float_as_uint(part.peak), number), publish(to + 2 * HEAD_DIM + 2, __float_as_uint(part.sum), number);
+            if (pair == 0) {
+                publish(to + 2 * HEAD_DIM, __float_as_uint(part.peak), number);
+                publish(to + 2 * HEAD_DIM + 2, __float_as_uint(part.sum), number);
+            }
             return;
         }
         each_other(s, [&](int block) {
@@ -502,7 +552,9 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
                 v[2] = ask_pair(from + 2 * HEAD_DIM), v[3] = ask_pair(from + 2 * HEAD_DIM + 2);
                 return v[0].y == number && v[1].y == number && v[2].y == number && v[3].y == number;
             });
-            part.add(__uint_as_float(v[2].x), __uint_as_float(v[3].x), make_float2(__uint_as_float(v[0].x), __uint_as_float(v[1].x)));
+            part.add(
+                __uint_as_float(v[2].x), __uint_as_float(v[3].x),
+                make_float2(__uint_as_float(v[0].x), __uint_as_float(v[1].x)));
         });
         const u32 to = s.row * HEADS_WIDTH + (s.head * GROUP + head) * HEAD_DIM + 2 * pair;
         step.scratch[O + to / 2] = pack(part.out.x / part.sum, part.out.y / part.sum);
@@ -512,7 +564,8 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
 
 __device__ __forceinline__ void consume(const Step& step) {
     const u32 epoch = epoch_of(step), base = block_base(), slice = own_slice();
-    Consumer c{step, {base}, {base + AT_INPUT}, base, own_half(), slice, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32};
+    Consumer c{step, {base}, {base + AT_INPUT}, base, own_half(), slice,
+        threadIdx.x, threadIdx.x / 32, threadIdx.x % 32};
     c.nil = static_cast<u32>(step.rows) >> 31;
     c.at_input = swizzled(c.lane & 15, c.lane >> 4);
     c.at_weight = swizzled((c.lane & 7) + (c.lane >> 4) * 8, c.lane >> 3 & 1);
@@ -564,12 +617,14 @@ __device__ __forceinline__ void begin(const Step& step) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) decode_step_large_batch(
-    const Layer* layers, const TensorMap* maps, const TensorMap* inputs, const u16* embedding, const u16* final_norm, const float* cos,
-    const float* sin, State* state, u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden,
-    const __grid_constant__ Numbers numbers
+    const Layer* layers, const TensorMap* maps, const TensorMap* inputs, const u16* embedding, const u16* final_norm,
+    const float* cos, const float* sin, State* state, u32* scratch, const int* ids, const int* positions,
+    const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
-    const Step step{maps, inputs, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.last_position)};
+    const Step step{maps, inputs, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages,
+        hidden,
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
+        static_cast<int>(numbers.last_position)};
     if (failed(state, step.hidden, step.rows)) return;
     begin(step);
     cluster_sync();

@@ -8,15 +8,18 @@
 // up: within the block by shared memory, within the cluster by writing into the owner's. What the
 // owner of a row then has, it publishes for all.
 //
+// Between the products are words of two bf16:
+//
 //                   qkv          attention        output        gate, up         down
-//   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x     words of two bf16
+//   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x
 //   cluster  1/64 of rows        .            1/64         1/64          1/64
 //   block    half of columns     pages        half         half          half
 //
 //   weight [rows, columns]       block 0   block 1
 //                              +---------+---------+
-//   cluster's rows, 16 a tile  | warps   | warps   |   sums of both meet at the owner of a row: the upper
-//                              |         |         |   half of the rows is block 0's, the lower block 1's
+//   cluster's rows, 16 a tile  | warps   | warps   |   sums of both meet at the owner of a row:
+//                              |         |         |   block 0 owns the upper half, block 1 the
+//                              |         |         |   lower
 //                              +---------+---------+
 //
 // INT8 weights come through the same ring: 128 columns are a line of 128 bytes, as 64 are in bf16.
@@ -48,10 +51,14 @@ struct Product {
     // Tiles of 16 rows, and warps that share the columns of one.
     static constexpr int TILES = ALL / 16, PARTS = TILES >= WARPS ? 1 : WARPS / TILES;
     // 64 columns are a group, of which a stage holds some.
-    static constexpr int PER_STAGE = STAGE / (ALL * 128), GROUPS = COLUMNS / 64, STAGES = (GROUPS + PER_STAGE - 1) / PER_STAGE;
+    static constexpr int PER_STAGE = STAGE / (ALL * 128), GROUPS = COLUMNS / 64;
+    static constexpr int STAGES = (GROUPS + PER_STAGE - 1) / PER_STAGE;
     static constexpr int STAGE_BYTES = PER_STAGE / GROUPS_A_LINE * ALL * 128;
     static constexpr int PITCH = ALL + 8;              // of sums
-    static_assert(N % (BLOCKS * 8) == 0 && K % (CLUSTER * 256) == 0 && GROUPS % PER_STAGE == 0 && GROUPS % PARTS == 0 && PER_STAGE % GROUPS_A_LINE == 0, "sizes");
+    static_assert(
+        N % (BLOCKS * 8) == 0 && K % (CLUSTER * 256) == 0 && GROUPS % PER_STAGE == 0 && GROUPS % PARTS == 0 &&
+            PER_STAGE % GROUPS_A_LINE == 0,
+        "sizes");
 };
 using Qkv = Product<QKV_ROWS, D_MODEL>;
 using Out = Product<D_MODEL, HEADS_WIDTH>;
@@ -59,7 +66,8 @@ using Half = Product<D_FF, D_MODEL>;                     // gate, or up
 using Down = Product<D_MODEL, D_FF>;
 // Warps that share a tile of gate or up.
 constexpr int UP_PARTS = WARPS / (2 * Half::TILES), SQUARES = D_MODEL / 256;
-static_assert(Qkv::TILES <= WARPS && Out::TILES <= WARPS && 2 * Half::TILES <= WARPS && Half::GROUPS % UP_PARTS == 0, "tiles");
+static_assert(
+    Qkv::TILES <= WARPS && Out::TILES <= WARPS && 2 * Half::TILES <= WARPS && Half::GROUPS % UP_PARTS == 0, "tiles");
 static_assert(GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0 && BATCH % 8 == 0, "heads");
 
 // The scales of a block's rows of a layer, in this order.
@@ -97,8 +105,12 @@ struct Step {
     }
     // Four of them.
     __device__ __forceinline__ uint4 four_embedded(int row, int pair) const {
-        if (INT8) return make_uint4(embedded(row, pair), embedded(row, pair + 1), embedded(row, pair + 2), embedded(row, pair + 3));
-        return *reinterpret_cast<const uint4*>(reinterpret_cast<const u32*>(embedding) + static_cast<u64>(id(row)) * (D_MODEL / 2) + pair);
+        if (INT8) {
+            return make_uint4(
+                embedded(row, pair), embedded(row, pair + 1), embedded(row, pair + 2), embedded(row, pair + 3));
+        }
+        return *reinterpret_cast<const uint4*>(
+            reinterpret_cast<const u32*>(embedding) + static_cast<u64>(id(row)) * (D_MODEL / 2) + pair);
     }
 };
 
@@ -111,15 +123,25 @@ constexpr int SET = (PIECES + BLOCKS * PIECE + 511) / 512 * 512;
 
 // Shared memory.
 constexpr int INPUT = ROWS * max_of(max_of(Qkv::COLUMNS, Out::COLUMNS), Down::COLUMNS) * 2;
-constexpr int SUMS = max_of(max_of(Qkv::PARTS * BATCH * Qkv::PITCH, max_of(Out::PARTS * BATCH * Out::PITCH, Down::PARTS * BATCH * Down::PITCH)) * 4,
-                            WARPS * GROUP * HEAD_DIM * 4);
-constexpr int SLOTS_0 = BATCH * max_of(CLUSTER * Qkv::OWN, CLUSTER * UP_PARTS * 2 * Half::OWN) * 4, SLOTS_1 = CLUSTER * BATCH * Out::OWN * 4;
+constexpr int SUMS = max_of(
+    max_of(
+        Qkv::PARTS * BATCH * Qkv::PITCH,
+        max_of(Out::PARTS * BATCH * Out::PITCH, Down::PARTS * BATCH * Down::PITCH)) * 4,
+    WARPS * GROUP * HEAD_DIM * 4);
+constexpr int SLOTS_0 = BATCH * max_of(CLUSTER * Qkv::OWN, CLUSTER * UP_PARTS * 2 * Half::OWN) * 4;
+constexpr int SLOTS_1 = CLUSTER * BATCH * Out::OWN * 4;
 constexpr int OTHERS = INPUT + SUMS + SLOTS_0 + SLOTS_1 + SQUARES * BATCH * 4 + TEAMS * (GROUP + 2) * HEAD_DIM * 2 +
     WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 2 * OwnScales::SET_BYTES + 1024;
 constexpr int STAGES = (SHARED_BYTES - OTHERS) / STAGE;
-constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_PARTS = AT_SUMS, AT_SLOTS_0 = AT_SUMS + SUMS, AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
-constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
-constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
+constexpr int AT_INPUT = STAGES * STAGE;
+constexpr int AT_SUMS = AT_INPUT + INPUT;
+constexpr int AT_PARTS = AT_SUMS;
+constexpr int AT_SLOTS_0 = AT_SUMS + SUMS;
+constexpr int AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
+constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1;
+constexpr int AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
+constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2;
+constexpr int AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
 constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_CUTS = AT_BEFORE + (BATCH + 1) * 4;
 constexpr int AT_WAITED = AT_CUTS + (BLOCKS + 1) * 4, AT_WALK = AT_WAITED + WARPS * 16;
@@ -131,9 +153,13 @@ using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
 __device__ __forceinline__ bool there(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
 __device__ __forceinline__ bool there(uint2 v) { return v.x != EMPTY && v.y != EMPTY; }
-__device__ __forceinline__ void publish(u32* at, u32 v) { asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ void publish(u32* at, u32 v) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
 __device__ __forceinline__ void publish(u32* at, float a, float b) {
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(at), "r"(__float_as_uint(a)), "r"(__float_as_uint(b)) : "memory");
+    asm volatile(
+        "st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(at), "r"(__float_as_uint(a)), "r"(__float_as_uint(b))
+        : "memory");
 }
 __device__ __forceinline__ u32 remote(u32 at, u32 rank) {
     u32 r;
@@ -141,16 +167,23 @@ __device__ __forceinline__ u32 remote(u32 at, u32 rank) {
     return r;
 }
 __device__ __forceinline__ void send(u32 at, float a, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(__float_as_uint(a)),
-                 "r"(barrier) : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at),
+        "r"(__float_as_uint(a)), "r"(barrier)
+        : "memory");
 }
 __device__ __forceinline__ void send(u32 at, float a, float b, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(at), "r"(__float_as_uint(a)),
-                 "r"(__float_as_uint(b)), "r"(barrier) : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(at),
+        "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(barrier)
+        : "memory");
 }
 __device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(at), "r"(__float_as_uint(v.x)),
-                 "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)), "r"(barrier) : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(at),
+        "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
+        "r"(barrier)
+        : "memory");
 }
 // 16 bytes, once they are there; by all lanes of a warp that are to have some.
 __device__ __forceinline__ uint4 receive(const u32* at) {
@@ -221,7 +254,10 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, u32 cl
             const int line = (rank * Half::GROUPS + s * Half::PER_STAGE) / GROUPS_A_LINE;
             #pragma unroll
             for (int part = 0; part < 2; part++) {
-                if (p.open(Half::STAGE_BYTES)) load_groups(p.ring.stage(), maps + UP_MAP, line, part * D_FF + cluster * Half::ALL, p.ring.full());
+                if (p.open(Half::STAGE_BYTES)) {
+                    load_groups(
+                        p.ring.stage(), maps + UP_MAP, line, part * D_FF + cluster * Half::ALL, p.ring.full());
+                }
                 p.ring.advance();
             }
         }
@@ -284,10 +320,16 @@ struct Consumer {
     __device__ __forceinline__ void load(const u32* from, int input, const u16* gamma, bool embedded) {
         // A lane has eight columns at a time: warps are distributed over columns first, then over
         // rows.
-        constexpr int ACROSS = COLUMNS / 256, SIDE_BY_SIDE = ACROSS % 3 ? ACROSS : ACROSS / 3, EACH = ACROSS / SIDE_BY_SIDE, APART = WARPS / SIDE_BY_SIDE;
+        constexpr int ACROSS = COLUMNS / 256;
+        constexpr int SIDE_BY_SIDE = ACROSS % 3 ? ACROSS : ACROSS / 3;
+        constexpr int EACH = ACROSS / SIDE_BY_SIDE;
+        constexpr int APART = WARPS / SIDE_BY_SIDE;
         // Of as many rows at once as registers hold.
-        constexpr int TURNS = (BATCH + APART - 1) / APART, ALL = TURNS * EACH, N = ALL <= 12 ? TURNS : ALL <= 24 ? TURNS / 2 : TURNS / 4;
-        static_assert(COLUMNS % 256 == 0 && WARPS % SIDE_BY_SIDE == 0 && (!NORMED || EACH == 1 && N == TURNS) && TURNS % N == 0, "columns");
+        constexpr int TURNS = (BATCH + APART - 1) / APART, ALL = TURNS * EACH;
+        constexpr int N = ALL <= 12 ? TURNS : ALL <= 24 ? TURNS / 2 : TURNS / 4;
+        static_assert(
+            COLUMNS % 256 == 0 && WARPS % SIDE_BY_SIDE == 0 && (!NORMED || EACH == 1 && N == TURNS) && TURNS % N == 0,
+            "columns");
         const u32 column = warp % SIDE_BY_SIDE * EACH, first = warp / SIDE_BY_SIDE;
         uint4 g;
         if (NORMED) g = *reinterpret_cast<const uint4*>(gamma + rank * COLUMNS + (column * 32 + lane) * 8);
@@ -359,8 +401,10 @@ struct Consumer {
             return;
         }
         const u32 even = chunk & ~1u, at = chunk % 2 * 8;
-        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + swizzled(row, even) + at), "r"(v.x), "r"(v.z) : "memory");
-        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + swizzled(row, even + 1) + at), "r"(v.y), "r"(v.w) : "memory");
+        asm volatile(
+            "st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + swizzled(row, even) + at), "r"(v.x), "r"(v.z) : "memory");
+        asm volatile(
+            "st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + swizzled(row, even + 1) + at), "r"(v.y), "r"(v.w) : "memory");
     }
     // Of a group in a stage, a tile of 16 rows: the address of its lines, with the first chunk that
     // is the group's, which swizzling leaves apart.
@@ -406,7 +450,8 @@ struct Consumer {
         for (int k = 0; k < 4; k++) {
             #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const u32 four = b[k / 2].v[2 * half + k % 2], b0 = from_bytes(four, 0x4140), b1 = from_bytes(four, 0x4342);
+                const u32 four = b[k / 2].v[2 * half + k % 2];
+                const u32 b0 = from_bytes(four, 0x4140), b1 = from_bytes(four, 0x4342);
                 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) multiply(c[k % CHAINS][m][half], a[k][m], b0, b1);
             }
@@ -429,7 +474,9 @@ struct Consumer {
         const u32 to = remote(own, lane % CLUSTER), barrier = remote(slots_barrier(0), lane % CLUSTER);
         #pragma unroll
         for (int i = 0; i < NORM_TURNS; i++) {
-            if (lane < CLUSTER && first + i * NORM_APART < step.rows) send(to + i * NORM_APART * 4, squares[i], barrier);
+            if (lane < CLUSTER && first + i * NORM_APART < step.rows) {
+                send(to + i * NORM_APART * 4, squares[i], barrier);
+            }
         }
     }
     // Products of this block's columns, summed over its warps, to the blocks of the cluster that
@@ -461,7 +508,9 @@ struct Consumer {
             for (int i = 0; i < 4; i++) {
                 const u32 row = 16 * m + g + 8 * (i & 1), n = tile * 16 + (i >> 1) * 8 + 2 * q;
                 const float* v = &c[0][m][i >> 1][2 * (i & 1)];
-                if (row < step.rows) *reinterpret_cast<float2*>(sums + (part * BATCH + row) * S::PITCH + n) = make_float2(v[0], v[1]);
+                if (row < step.rows) {
+                    *reinterpret_cast<float2*>(sums + (part * BATCH + row) * S::PITCH + n) = make_float2(v[0], v[1]);
+                }
             }
         }
         consumers_sync();
@@ -476,7 +525,9 @@ struct Consumer {
                 v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
             }
             const u32 owner = n / S::OWN;
-            send(remote(slots + ((rank * BATCH + row) * S::OWN + n % S::OWN) * 4, owner), v, remote(slots_barrier(buffer), owner));
+            send(
+                remote(slots + ((rank * BATCH + row) * S::OWN + n % S::OWN) * 4, owner), v,
+                remote(slots_barrier(buffer), owner));
         }
     }
     // Gate and up: a tile a warp.
@@ -512,7 +563,8 @@ struct Consumer {
             for (int m = 0; m < M_TILES; m++) {
                 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const u32 row = 16 * m + g + 8 * i, slot = ((rank * UP_PARTS + part) * BATCH + row) * (2 * S::OWN) + at;
+                    const u32 row = 16 * m + g + 8 * i;
+                    const u32 slot = ((rank * UP_PARTS + part) * BATCH + row) * (2 * S::OWN) + at;
                     if (row < step.rows) send(to + slot * 4, c[0][m][half][2 * i], c[0][m][half][2 * i + 1], barrier);
                 }
             }
@@ -538,7 +590,9 @@ struct Consumer {
     __device__ __forceinline__ float factor(u32 row) const {
         float s = 0;
         #pragma unroll
-        for (int r = 0; r < SQUARES; r++) s += *reinterpret_cast<const float*>(memory + AT_SQUARES + (r * BATCH + row) * 4);
+        for (int r = 0; r < SQUARES; r++) {
+            s += *reinterpret_cast<const float*>(memory + AT_SQUARES + (r * BATCH + row) * 4);
+        }
         return rsqrtf(s / D_MODEL + EPSILON);
     }
     // To the residual stream.
@@ -572,9 +626,13 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
                 if (!there(p)) ready = false, p = ask_2(from + HEAD_DIM);
                 return ready;
             });
-            part.add(__uint_as_float(p.x), __uint_as_float(p.y), make_float2(__uint_as_float(v.x), __uint_as_float(v.y)));
+            part.add(
+                __uint_as_float(p.x), __uint_as_float(p.y),
+                make_float2(__uint_as_float(v.x), __uint_as_float(v.y)));
         });
-        publish(set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS_OF_HEAD + pair, pack(part.out.x / part.sum, part.out.y / part.sum));
+        publish(
+            set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS_OF_HEAD + pair,
+            pack(part.out.x / part.sum, part.out.y / part.sum));
     });
 }
 
@@ -594,7 +652,9 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
     }
     const u32 turn = reinterpret_cast<volatile State*>(step.state)->turns[BATCH / 16];
     if (INT8 && c.thread < OwnScales::ALL) c.scales_of_layer(0)[c.thread] = c.read_scale(0);
-    u32 *set = step.scratch + turn * SET, *next = step.scratch + (turn + 1) % 3 * SET, *before = step.scratch + (turn + 2) % 3 * SET;
+    u32* set = step.scratch + turn * SET;
+    u32* next = step.scratch + (turn + 1) % 3 * SET;
+    u32* before = step.scratch + (turn + 2) % 3 * SET;
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
         c.forget();
@@ -644,7 +704,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
                 const int at = (cluster * Half::ALL + rank * Half::OWN) / 2 + pair;
                 const float2 of_gate = c.own_scales(l, OwnScales::GATE + 2 * pair);
                 const float2 of_up = c.own_scales(l, OwnScales::UP + 2 * pair);
-                const float g[2] = {gate.x * f * of_gate.x, gate.y * f * of_gate.y}, u[2] = {up.x * f * of_up.x, up.y * f * of_up.y};
+                const float g[2] = {gate.x * f * of_gate.x, gate.y * f * of_gate.y};
+                const float u[2] = {up.x * f * of_up.x, up.y * f * of_up.y};
                 publish(set + H + row * (D_FF / 2) + at, pack(gated(g[0], u[0]), gated(g[1], u[1])));
             }
         }
@@ -655,7 +716,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         // the next.
         #pragma unroll 1
         for (u32 i = blockIdx.x * CONSUMERS + c.thread; i < SET / 4; i += BLOCKS * CONSUMERS) {
-            asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%1,%1,%1};" ::"l"(before + 4 * i), "r"(EMPTY) : "memory");
+            asm volatile(
+                "st.relaxed.gpu.global.v4.b32 [%0], {%1,%1,%1,%1};" ::"l"(before + 4 * i), "r"(EMPTY) : "memory");
         }
         c.gather(1, 1);
         // What was computed behind a wait that was too long is no number.
@@ -694,11 +756,13 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) decode_step_many_rows(
-    const Layer* layers, const TensorMap* maps, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
-    u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
+    const Layer* layers, const TensorMap* maps, const Weight* embedding, const u16* final_norm, const float* cos,
+    const float* sin, State* state, u32* scratch, const int* ids, const int* positions, const int* pages,
+    u16* hidden, const __grid_constant__ Numbers numbers
 ) {
     const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.last_position),
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
+        static_cast<int>(numbers.last_position),
         reinterpret_cast<const Scales*>(numbers.scales)};
     if (failed(state, step.hidden, step.rows)) return;
     const StageRing ring{shared_address(memory)};
@@ -710,7 +774,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     }
     if (threadIdx.x < 32) share_out(step, threadIdx.x);
     // Rows past the last one are zeros.
-    for (int i = threadIdx.x; i < INPUT / 16; i += THREADS) *reinterpret_cast<uint4*>(memory + AT_INPUT + 16 * i) = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < INPUT / 16; i += THREADS) {
+        *reinterpret_cast<uint4*>(memory + AT_INPUT + 16 * i) = make_uint4(0, 0, 0, 0);
+    }
     cluster_sync();
     const u32 cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     if (threadIdx.x < CONSUMERS) {

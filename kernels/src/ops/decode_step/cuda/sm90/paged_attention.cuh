@@ -12,14 +12,22 @@ constexpr int WHOLE_HEADS = 4;
 constexpr int HEAD_COST = 1;
 // Each team has its own place in shared memory.
 constexpr int TEAM = 32 * TEAM_WARPS;
-constexpr int QUERIES_BYTES = GROUP * HEAD_DIM * 2, NEW_BYTES = 2 * HEAD_DIM * 2, PARTS_BYTES = TEAM_WARPS * GROUP * HEAD_DIM * 4;
+constexpr int QUERIES_BYTES = GROUP * HEAD_DIM * 2;
+constexpr int NEW_BYTES = 2 * HEAD_DIM * 2;
+constexpr int PARTS_BYTES = TEAM_WARPS * GROUP * HEAD_DIM * 4;
 constexpr int PEAKS_BYTES = TEAM_WARPS * GROUP * 8;
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ void team_sync(u32 team) { asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "n"(TEAM) : "memory"); }
+__device__ __forceinline__ void team_sync(u32 team) {
+    asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "n"(TEAM) : "memory");
+}
 __device__ __forceinline__ uint4 ask(const u32* at) {
     uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    asm volatile(
+        "ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at)
+        : "memory");
     return v;
 }
 __device__ __forceinline__ uint2 ask_2(const u32* at) {
@@ -45,7 +53,9 @@ __device__ __forceinline__ Four matrices_transposed(u32 at) {
                  : "=r"(f.v[0]), "=r"(f.v[1]), "=r"(f.v[2]), "=r"(f.v[3]) : "r"(at) : "memory");
     return f;
 }
-__device__ __forceinline__ void multiply(float (&c)[4], const Four& a, u32 b0, u32 b1) { multiply(c, a.v[0], a.v[1], a.v[2], a.v[3], b0, b1); }
+__device__ __forceinline__ void multiply(float (&c)[4], const Four& a, u32 b0, u32 b1) {
+    multiply(c, a.v[0], a.v[1], a.v[2], a.v[3], b0, b1);
+}
 // Where in a tile of [rows, 64] a row's eight columns lie.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 // Asks until it is ready.
@@ -57,7 +67,8 @@ __device__ __forceinline__ void poll(F ready) {
     }
 }
 
-// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, what takes equally long; or whole heads, where they are short
+// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, what
+// takes equally long; or whole heads, where they are short
 
 // Pages `first` to `last` of all that a kv head of a row has.
 struct Segment {
@@ -155,7 +166,9 @@ struct Pages {
         else begin();
     }
     // Blocks of 16 tokens of the page that there are.
-    __device__ __forceinline__ int blocks() const { return page == s.pages - 1 ? s.position % PAGE_TOKENS / 16 + 1 : PAGE_TOKENS / 16; }
+    __device__ __forceinline__ int blocks() const {
+        return page == s.pages - 1 ? s.position % PAGE_TOKENS / 16 + 1 : PAGE_TOKENS / 16;
+    }
     __device__ __forceinline__ u32 bytes() const { return blocks() * 32 * HEAD_DIM; }
     // Keys or values, by their maps: as [blocks, HEAD_DIM / 64, 16, 64], at once where the page is
     // full.
@@ -163,14 +176,16 @@ struct Pages {
         const int block = (at * N_KV_HEADS + s.head) * (PAGE_TOKENS / 16);
         if (blocks() == PAGE_TOKENS / 16) {
             asm volatile(
-                "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3}], [%4];" ::"r"(to),
+                "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                " [%0], [%1, {%2, %2, %2, %3}], [%4];" ::"r"(to),
                 "l"(keys_or_values + KEY_PAGES_MAP), "r"(0), "r"(block), "r"(barrier) : "memory");
             return;
         }
         #pragma unroll 1
         for (int i = 0; i < blocks(); i++) {
             asm volatile(
-                "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3}], [%4];" ::"r"(to + i * 32 * HEAD_DIM),
+                "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                " [%0], [%1, {%2, %2, %2, %3}], [%4];" ::"r"(to + i * 32 * HEAD_DIM),
                 "l"(keys_or_values + KEYS_MAP), "r"(0), "r"(block + i), "r"(barrier) : "memory");
         }
     }
@@ -199,14 +214,17 @@ struct Angles {
         const u32 angle = position * (HEAD_DIM / 2) + place.lane % (LANES / 2) * 8;
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            cos[i] = *reinterpret_cast<const float4*>(step.cos + angle + 4 * i), sin[i] = *reinterpret_cast<const float4*>(step.sin + angle + 4 * i);
+            cos[i] = *reinterpret_cast<const float4*>(step.cos + angle + 4 * i);
+            sin[i] = *reinterpret_cast<const float4*>(step.sin + angle + 4 * i);
         }
     }
 };
 // Queries of a kv head, and the new key and value, with their norms and positions: into shared
 // memory. By the threads that have some;
 // `page` is the segment's last one.
-__device__ __forceinline__ void put(const Layer& layer, const Segment& s, u32 team, const Place& place, const Angles& angles, int page, uint4 v) {
+__device__ __forceinline__ void put(
+    const Layer& layer, const Segment& s, u32 team, const Place& place, const Angles& angles, int page, uint4 v
+) {
     const bool query = place.query(), value = place.value();
     const u32 lane = place.lane, mask = __ballot_sync(~0u, !value);
     if (!value) {
@@ -239,7 +257,8 @@ __device__ __forceinline__ void put(const Layer& layer, const Segment& s, u32 te
         }
         v = make_uint4(out[0], out[1], out[2], out[3]);
     }
-    const u32 at = query ? AT_QUERIES + team * QUERIES_BYTES + place.head * HEAD_DIM * 2 : AT_NEW + team * NEW_BYTES + (value ? HEAD_DIM * 2 : 0);
+    const u32 at = query ? AT_QUERIES + team * QUERIES_BYTES + place.head * HEAD_DIM * 2
+                         : AT_NEW + team * NEW_BYTES + (value ? HEAD_DIM * 2 : 0);
     *reinterpret_cast<uint4*>(memory + at + lane * 16) = v;
     if (!query && s.last == s.pages) {
         const u64 token = static_cast<u64>(page * N_KV_HEADS + s.head) * PAGE_TOKENS + s.position % PAGE_TOKENS;
@@ -280,8 +299,10 @@ static_assert(PARTED <= TEAM && TEAMS > 1, "heads");
 template <class Consumer>
 __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
     constexpr int STEPS = HEAD_DIM / 16;
-    const u32 lane = c.lane, g = lane / 4, q = lane % 4, team = c.warp / TEAM_WARPS, warp = c.warp % TEAM_WARPS, thread = c.thread % TEAM;
-    const unsigned char *at_queries = memory + AT_QUERIES + team * QUERIES_BYTES, *at_new = memory + AT_NEW + team * NEW_BYTES;
+    const u32 lane = c.lane, g = lane / 4, q = lane % 4;
+    const u32 team = c.warp / TEAM_WARPS, warp = c.warp % TEAM_WARPS, thread = c.thread % TEAM;
+    const unsigned char* at_queries = memory + AT_QUERIES + team * QUERIES_BYTES;
+    const unsigned char* at_new = memory + AT_NEW + team * NEW_BYTES;
     const float scale = rsqrtf(static_cast<float>(HEAD_DIM)) * 1.4426950408889634f;
     u32 queries[STEPS][2];
     #pragma unroll
@@ -359,7 +380,9 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
             }
             Four a[STEPS];
             #pragma unroll
-            for (int m = 0; m < STEPS; m++) a[m] = matrices_transposed(tile + m / 4 * 2048 + (c.at_weight ^ 32 * (m % 4)));
+            for (int m = 0; m < STEPS; m++) {
+                a[m] = matrices_transposed(tile + m / 4 * 2048 + (c.at_weight ^ 32 * (m % 4)));
+            }
             #pragma unroll
             for (int m = 0; m < STEPS; m++) {
                 #pragma unroll
@@ -396,7 +419,8 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
     for (int w = 0; w < TEAM_WARPS; w++) part.peak = fmaxf(part.peak, peaks[w * GROUP + head].x);
     #pragma unroll
     for (int w = 0; w < TEAM_WARPS; w++) {
-        const float2 p = peaks[w * GROUP + head], v = *reinterpret_cast<const float2*>(parts + (w * GROUP + head) * HEAD_DIM + 2 * pair);
+        const float2 p = peaks[w * GROUP + head];
+        const float2 v = *reinterpret_cast<const float2*>(parts + (w * GROUP + head) * HEAD_DIM + 2 * pair);
         const float f = exp_2(p.x - part.peak);
         part.sum = fmaf(p.y, f, part.sum), part.out.x = fmaf(v.x, f, part.out.x), part.out.y = fmaf(v.y, f, part.out.y);
     }
@@ -433,7 +457,9 @@ struct Ahead {
 // come. `value(at)`: eight queries, keys or values as their projection leaves them. `done(segment,
 // part, head, pair)` for what comes of each, by PARTED threads.
 template <class Consumer, class Value, class Done>
-__device__ __forceinline__ void attend_in_turns(Consumer& c, const Step& step, const Layer& layer, Walk walk, Value value, Done done) {
+__device__ __forceinline__ void attend_in_turns(
+    Consumer& c, const Step& step, const Layer& layer, Walk walk, Value value, Done done
+) {
     const u32 team = c.warp / TEAM_WARPS, thread = c.thread % TEAM;
     Segment s, next;
     Ahead ahead;

@@ -7,9 +7,11 @@ using u64 = unsigned long long;
 
 struct State {
     u32 epoch, error;                                  // of few rows; of all
-    u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of the sets of words
+    u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of
+                                                       // the sets of words
     u32 layers;                                        // of any shape: those of all launches
-    u32 large_batch[3];                                // of 64, 96 and 128 rows: the number of the last flags
+    u32 large_batch[3];                                // of 64, 96 and 128 rows: the number of the
+                                                       // last flags
 };
 
 // Shared memory: the last bytes are the watch's.
@@ -27,7 +29,9 @@ __device__ __forceinline__ float exp_2(float x) {
 struct Watch {
     static constexpr u32 LIMIT = WAIT_SECONDS * (WAIT_SECONDS > 2 ? 976562u : 1000000000u);
 
-    static __device__ __forceinline__ volatile u32* at(int i) { return reinterpret_cast<volatile u32*>(memory + AT_WATCH) + i; }
+    static __device__ __forceinline__ volatile u32* at(int i) {
+        return reinterpret_cast<volatile u32*>(memory + AT_WATCH) + i;
+    }
     static __device__ __forceinline__ u32 ticks() {
 #if WAIT_SECONDS > 2
         // In units of 1,024 ns, or they would come around too soon.

@@ -2,14 +2,19 @@
 // (a * b) * slopes, for 16-bit matrices on Ampere and later; or out = a * b for f32.
 //
 //                          b  K x N
-//                        +---------+            A block computes a tile of ROWS x COLUMNS, each of its warps a part of
-//                        | COLUMNS |            it. Threads copy stages of `a` and `b`, STAGES - 1 of them ahead, into a
-//       a  M x K         +---------+            ring in shared memory; a warp loads fragments of these, and multiplies.
+//                        +---------+
+//                        | COLUMNS |
+//       a  M x K         +---------+
 //   +---------------+    +----+----+
-//   |               |    | w0 | w1 |   copies    | s+3 | s+4 | s+5 | ..     into the stage that the step before has left free
-//   |     ROWS      |    +----+----+   fragments | s,1 | s,2 | s,3 | s+1,0  of the next 32 bytes of K, if DOUBLE
+//   |               |    | w0 | w1 |   copies    | s+3 | s+4 | s+5 | ..
+//   |     ROWS      |    +----+----+   fragments | s,1 | s,2 | s,3 | s+1,0
 //   |               |    | w2 | w3 |   products  | s,0 | s,1 | s,2 | s,3
 //   +---------------+    +----+----+
+//
+// A block computes a tile of ROWS x COLUMNS, each of its warps a part of it. Threads copy stages of
+// `a` and `b`, STAGES - 1 of them ahead, into a ring in shared memory: each into the stage that the
+// step before has left free. A warp loads fragments of these (if DOUBLE, those of the next 32 bytes
+// of K) and multiplies.
 //
 // Blocks are persistent: each computes whole tiles, one after another, and copies the first stages
 // of the next one while it writes a result. The remaining tiles, too few for all blocks, are cut
@@ -28,7 +33,8 @@
 // or, if SPLIT, as three products, one after the other. Each row of `a` and `b` has its rounded
 // numbers first, whole stages of them, and then what was rounded off.
 //
-//   a  | rounded | rest |   *   b  | rounded | rest |   =   rest * rounded + rounded * rest + rounded * rounded
+//   a  | rounded | rest |   *   b  | rounded | rest |
+//       =   rest * rounded + rounded * rest + rounded * rounded
 //
 // Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED bytes of
 // K the sums are added to others by f32 units.
@@ -153,7 +159,8 @@ struct Loader {
     static constexpr int ACROSS = MAJOR_K ? DEPTH_BYTES / 16 : 8;
     static constexpr int APART = THREADS / ACROSS;
     static constexpr int COPIES = LENGTH * DEPTH_BYTES / 16 / THREADS;
-    static_assert(LENGTH * DEPTH_BYTES % (16 * THREADS) == 0 && APART % 8 == 0 && (MAJOR_K || APART <= DEPTH), "copies");
+    static_assert(
+        LENGTH * DEPTH_BYTES % (16 * THREADS) == 0 && APART % 8 == 0 && (MAJOR_K || APART <= DEPTH), "copies");
     static constexpr int HALF_COLUMNS = WARP_COLUMNS / 2;
 
     // A thread's first copy of the next stage; rows or columns from there on, 0 if there is nothing
@@ -204,18 +211,22 @@ struct Loader {
         int lines = MAJOR_K ? i * APART : i * APART % DEPTH, apart = MAJOR_K ? lines : i * APART / DEPTH * 64;
         u64 distance = lines / APART * strides.apart;
         if (HALVES) {
-            distance = lines / WARP_COLUMNS * HALF_COLUMNS + lines % HALF_COLUMNS + (lines % WARP_COLUMNS >= HALF_COLUMNS ? length : 0);
+            distance = lines / WARP_COLUMNS * HALF_COLUMNS + lines % HALF_COLUMNS +
+                (lines % WARP_COLUMNS >= HALF_COLUMNS ? length : 0);
             distance *= strides.stride * 16;
         }
         int place = MAJOR_K ? lines * DEPTH_BYTES : apart * DEPTH * 2 + lines * 128;
         bool zero = left_k <= (MAJOR_K ? chunk() * CHUNK : line() + lines);
-        copy_async_if(HALVES ? left > 0 : apart < left, tile + to() + place, from + distance + (MAJOR_K ? 0 : apart * 2), zero);
+        copy_async_if(
+            HALVES ? left > 0 : apart < left, tile + to() + place, from + distance + (MAJOR_K ? 0 : apart * 2), zero);
     }
 };
 
 using LoaderA = Loader<ROWS, !A_MAJOR_M, false>;
 using LoaderB = Loader<COLUMNS, !B_MAJOR_N, GATED>;
-static_assert(!GATED || !B_MAJOR_N && (LoaderB::APART % WARP_COLUMNS == 0 || LoaderB::HALF_COLUMNS % LoaderB::APART == 0), "gates");
+static_assert(
+    !GATED || !B_MAJOR_N && (LoaderB::APART % WARP_COLUMNS == 0 || LoaderB::HALF_COLUMNS % LoaderB::APART == 0),
+    "gates");
 
 // Copies the stages of all works of a block, one after another, and lists the works in shared
 // memory.
@@ -229,7 +240,8 @@ struct Producer {
     LoaderA a;
     LoaderB b;
 
-    __device__ __forceinline__ Producer(const Buffers& of, const Info& with, Work* list) : buffers(of), info(with), works(list) {
+    __device__ __forceinline__ Producer(const Buffers& of, const Info& with, Work* list)
+        : buffers(of), info(with), works(list) {
         advance();
     }
 
@@ -342,7 +354,9 @@ __device__ __forceinline__ void clear(Sums& sums) {
 using Columns = u32[COLUMN_BLOCKS / 2][4];
 
 // A block of rows by all columns, forwards or backwards, so that an operand stays.
-__device__ __forceinline__ void multiply(float (&sums)[COLUMN_BLOCKS][4], const u32 (&a)[4], const Columns& b, bool back) {
+__device__ __forceinline__ void multiply(
+    float (&sums)[COLUMN_BLOCKS][4], const u32 (&a)[4], const Columns& b, bool back
+) {
     #pragma unroll
     for (int along = 0; along < COLUMN_BLOCKS; along++) {
         int j = back ? COLUMN_BLOCKS - 1 - along : along;
@@ -352,7 +366,8 @@ __device__ __forceinline__ void multiply(float (&sums)[COLUMN_BLOCKS][4], const 
 
 // Stores the sums of a tile's first or middle stages for the block that has its end.
 __device__ __forceinline__ void leave(const Sums& sums, const Buffers& buffers) {
-    float4* partial = buffers.partial + static_cast<u64>(blockIdx.x) * (ROW_BLOCKS * COLUMN_BLOCKS * THREADS) + threadIdx.x;
+    float4* partial =
+        buffers.partial + static_cast<u64>(blockIdx.x) * (ROW_BLOCKS * COLUMN_BLOCKS * THREADS) + threadIdx.x;
     #pragma unroll
     for (int i = 0; i < ROW_BLOCKS; i++) {
         #pragma unroll
@@ -382,7 +397,8 @@ __device__ __forceinline__ void collect(Sums& sums, const Buffers& buffers, int 
         }
     }
     __syncthreads();
-    const float4* partial = buffers.partial + static_cast<u64>(block) * (ROW_BLOCKS * COLUMN_BLOCKS * THREADS) + threadIdx.x;
+    const float4* partial =
+        buffers.partial + static_cast<u64>(block) * (ROW_BLOCKS * COLUMN_BLOCKS * THREADS) + threadIdx.x;
     #pragma unroll
     for (int i = 0; i < ROW_BLOCKS; i++) {
         #pragma unroll
@@ -491,7 +507,8 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
     Position at(work, info);
     int quarter = threadIdx.x % 4, m = info.m, n = info.n;
     constexpr int MATRICES = !ACTIVATION && SLOPES > 1 ? SLOPES : 1;
-    unsigned short *out = static_cast<unsigned short*>(buffers.out), *other = static_cast<unsigned short*>(buffers.other);
+    unsigned short* out = static_cast<unsigned short*>(buffers.out);
+    unsigned short* other = static_cast<unsigned short*>(buffers.other);
     [[maybe_unused]] u32 numbers[ROW_BLOCKS][2];
     if (DROPOUT) {
         #pragma unroll
@@ -534,13 +551,16 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
                             up = sums[i][(first + j + OUT_BLOCKS) % COLUMN_BLOCKS][2 * half + one];
                         }
                         if (BIASED) {
-                            x += one ? bias[j].y : bias[j].x, up += GATED ? one ? gated_bias[j].y : gated_bias[j].x : 0.0f;
+                            x += one ? bias[j].y : bias[j].x;
+                            up += GATED ? one ? gated_bias[j].y : gated_bias[j].x : 0.0f;
                         }
                         float of_x;
                         value[one] = activate<ACTIVATION>(x, of_x);
                         result[one] = value[one] * up, slope[one] = of_x * up;
                     }
-                    results[j] = pack(result[0], result[1]), slopes[j] = pack(slope[0], slope[1]), activated[j] = pack(value[0], value[1]);
+                    results[j] = pack(result[0], result[1]);
+                    slopes[j] = pack(slope[0], slope[1]);
+                    activated[j] = pack(value[0], value[1]);
                 }
                 if (SLOPES) {
                     write_row(there, to_other, slopes);
@@ -619,7 +639,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         producer.finish();
     }
     u32 from = shared, to = shared + (STAGES - 1) * STAGE_BYTES;
-    auto next_stage = [&](u32& stage) { stage = stage == shared + (STAGES - 1) * STAGE_BYTES ? shared : stage + STAGE_BYTES; };
+    auto next_stage = [&](u32& stage) {
+        stage = stage == shared + (STAGES - 1) * STAGE_BYTES ? shared : stage + STAGE_BYTES;
+    };
     auto load_columns = [&](Columns& b, int step) {
         #pragma unroll
         for (int j = 0; j < COLUMN_BLOCKS / 2; j++) {
@@ -723,7 +745,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 for (int i = 0; i < ROW_BLOCKS * COLUMN_BLOCKS; i++) {
                     #pragma unroll
                     for (int value = 0; value < 4; value++) {
-                        promoted[i / COLUMN_BLOCKS][i % COLUMN_BLOCKS][value] += sums[i / COLUMN_BLOCKS][i % COLUMN_BLOCKS][value];
+                        promoted[i / COLUMN_BLOCKS][i % COLUMN_BLOCKS][value] +=
+                            sums[i / COLUMN_BLOCKS][i % COLUMN_BLOCKS][value];
                     }
                 }
                 clear(sums);

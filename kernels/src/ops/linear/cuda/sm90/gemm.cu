@@ -1,15 +1,22 @@
 // out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there,
 // or (a * b) * slopes, for 16-bit matrices on Hopper; or out = a * b for f32.
 //
-//                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
-//                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
-//                        | COLUMNS  |                   Every 64 of K are a stage. Each block brings its own rows of `a` for
-//       a  M x K         +----------+                   itself, and half of `b` for both blocks.
+//                          b  K x N
+//                        +----------+
+//                        | COLUMNS  |
+//       a  M x K         +----------+
 //   +---------------+    +----------+
-//   | 128, block 0  |    |  block 0 |     producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
-//   +---------------+    +----------+     consumers:      wait full[s] -> wgmma -> arrive at empty[s] of both blocks
+//   | 128, block 0  |    |  block 0 |
+//   +---------------+    +----------+
 //   | 128, block 1  |    |  block 1 |
 //   +---------------+    +----------+
+//
+//   producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
+//   consumers:      wait full[s] -> wgmma -> arrive at empty[s] of both blocks
+//
+// A cluster of two blocks computes 256 rows of a tile of COLUMNS: each block 128 of them, each of
+// its two consumer warpgroups 64. Every 64 of K are a stage. Each block brings its own rows of `a`
+// for itself, and half of `b` for both blocks.
 //
 // Blocks stay: a cluster takes whole tiles, `whole_rounds` of them, one after the other. What tiles
 // are left, too few for all clusters, are cut along K into as many equal runs as there are clusters
@@ -22,7 +29,8 @@
 // 11 of f32's 24 bits; or, if SPLIT, as three products, one after the other. Each row of `a` and
 // `b` has its rounded numbers first, whole stages of them, and then what was rounded off.
 //
-//   a  | rounded | rest |   *   b  | rounded | rest |   =   rest * rounded + rounded * rest + rounded * rounded
+//   a  | rounded | rest |   *   b  | rounded | rest |
+//       =   rest * rounded + rounded * rest + rounded * rounded
 //
 // Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED stages
 // the sums are added to others by f32 units.
@@ -219,7 +227,8 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, u32 a, u32 b, bool ad
     wgmma_fence();
     #pragma unroll
     for (int k = 0; k < ROW_BYTES / 32; k++) {
-        // 32 bytes of a K-major row are a step of K; of 16 bits, so are 16 rows of an MN-major block.
+        // 32 bytes of a K-major row are a step of K; of 16 bits, so are 16 rows of an MN-major
+        // block.
         u64 a_tile = tile_descriptor<64>(a + k * (A_MAJOR_M ? 16 * ROW_BYTES : 32));
         u64 b_tile = tile_descriptor<64>(b + k * (B_MAJOR_N ? 16 * ROW_BYTES : 32));
         Wgmma<COLUMNS>::multiply<A_MAJOR_M, B_MAJOR_N>(sums, a_tile, b_tile, add || k > 0);
@@ -282,7 +291,8 @@ __device__ void sum_rows(const Buffers& buffers, const Info& info, const Shared&
     Schedule schedule(info);
     Ring<STAGES> at;
     for (Work work; schedule.next(work);) {
-        int row = work.row + static_cast<int>(cluster_rank()) * BLOCK_ROWS + warp * 64 + chunk * 8, own = work.column / COLUMNS;
+        int row = work.row + static_cast<int>(cluster_rank()) * BLOCK_ROWS + warp * 64 + chunk * 8;
+        int own = work.column / COLUMNS;
         for (int step = work.begin; step < work.end; step++) {
             bool adds = step % schedule.columns == own;
             barrier_wait(shared.full(at.stage), at.parity);
@@ -358,7 +368,9 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
                 float x = sums[i][2 * half], y = sums[i][2 * half + 1];
                 if (ADDS) {
                     // Atomic adds without waiting. Each element is added to once per launch.
-                    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(out + across), "f"(x), "f"(y) : "memory");
+                    asm volatile(
+                        "red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(out + across), "f"(x), "f"(y)
+                        : "memory");
                 } else {
                     *reinterpret_cast<float2*>(out + across) = make_float2(x, y);
                 }
@@ -503,7 +515,9 @@ __device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_pl
 
 // All of it, with what there is to add or to multiply by.
 template <bool BIASED>
-__device__ __forceinline__ void stage_all(const Sums& sums, const Info& info, u32 out, u32 bias_place, const Drop& drop) {
+__device__ __forceinline__ void stage_all(
+    const Sums& sums, const Info& info, u32 out, u32 bias_place, const Drop& drop
+) {
     if (info.adds) {
         stage_out<BIASED, true>(sums, out, bias_place, drop);
     } else {
@@ -527,8 +541,8 @@ __device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int
 
 // A warpgroup: multiplies the stages and writes the result. `residual_map` is what there is to add,
 // or the slopes: those to multiply by, or, behind an activation, where these go.
-__device__ void consume(const TensorMap* out_map, const TensorMap* residual_map, const Buffers& buffers, const Info& info,
-                        const Shared& shared, int consumer) {
+__device__ void consume(const TensorMap* out_map, const TensorMap* residual_map, const Buffers& buffers,
+                        const Info& info, const Shared& shared, int consumer) {
     u32 rank = cluster_rank();
     int thread = threadIdx.x % WARPGROUP, barrier = 1 + consumer;
     Schedule schedule(info);
@@ -736,8 +750,9 @@ __device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_
 
 #if OUT_F32
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
-    gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void*, const void*,
-                float* out, float* row_sums, float* partial, u32* ready, const __grid_constant__ Info info) {
+    gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void*,
+                const void*, float* out, float* row_sums, float* partial, u32* ready,
+                const __grid_constant__ Info info) {
     gemm(a_map, b_map, nullptr, nullptr, Buffers{out, nullptr, row_sums, partial, ready}, info);
 }
 #else

@@ -2,15 +2,23 @@
 // there, for 16-bit matrices on Hopper, of which `a` has so few rows that all time goes into
 // reading `b`.
 //
-//              b  K x N, K contiguous        A cluster computes TOKENS rows of WEIGHTS columns; each of its SPLIT blocks multiplies
-//            +----------+                    a run of K. wgmma has the columns of `b` as its 64 rows, so that few rows of `a` are few
-//            | block 0  |                    columns of the instruction: as many as TOKENS.
+//              b  K x N, K contiguous
+//            +----------+
+//            | block 0  |
 //            |----------|
-//            | block 1  |                    producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
-//  a         |----------|                    consumers:      wait full[s] -> wgmma -> arrive at empty[s]
+//            | block 1  |
+//  a         |----------|
 //  M x K     | ..       |
-//            +----------+                    Sums go to shared memory, [row][column]; the blocks of the cluster share out the tile,
-//                                            and each adds up the sums of all blocks in their order: equal inputs give equal bits.
+//            +----------+
+//
+//   producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
+//   consumers:      wait full[s] -> wgmma -> arrive at empty[s]
+//
+// A cluster computes TOKENS rows of WEIGHTS columns; each of its SPLIT blocks multiplies a run of
+// K. wgmma has the columns of `b` as its 64 rows, so that few rows of `a` are few columns of the
+// instruction: as many as TOKENS. Sums go to shared memory, [row][column]; the blocks of the
+// cluster share out the tile, and each adds up the sums of all blocks in their order: equal inputs
+// give equal bits.
 //
 // With a cluster of one block, blocks process tile after tile, the producer ahead of the consumers.
 // Otherwise each cluster has one tile, and the sums replace the stages.
@@ -80,7 +88,8 @@ struct Schedule {
     int rows, tiles, stride, tile, begin, end;
 
     __device__ Schedule(const Info& info, int rank) {
-        int stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH, columns = static_cast<int>(info.n) / (GATED ? 2 : 1);
+        int stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH;
+        int columns = static_cast<int>(info.n) / (GATED ? 2 : 1);
         rows = (static_cast<int>(info.m) + TOKENS - 1) / TOKENS;
         tiles = rows * ((columns + COLUMNS - 1) / COLUMNS);
         tile = blockIdx.x / SPLIT;
@@ -96,7 +105,9 @@ struct Schedule {
 };
 
 // One thread: brings the stages.
-__device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const Info& info, const Shared& shared, int rank) {
+__device__ void produce(
+    const TensorMap& a_map, const TensorMap& b_map, const Info& info, const Shared& shared, int rank
+) {
     Ring<STAGES> at;
     for (Schedule schedule(info, rank); schedule.there(); schedule.advance()) {
         for (int step = schedule.begin; step < schedule.end; step++) {
@@ -108,7 +119,9 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
                 tma_load(b + half * (B_BYTES / 2), b_map, step * LINE, column, full);
             }
             for (int line = 0; line < DEPTH / LINE; line++) {
-                tma_load(shared.a(at.stage) + line * (TOKENS * ROW_BYTES), a_map, step * DEPTH + line * LINE, schedule.row(), full);
+                tma_load(
+                    shared.a(at.stage) + line * (TOKENS * ROW_BYTES), a_map, step * DEPTH + line * LINE,
+                    schedule.row(), full);
             }
             at.advance();
         }
@@ -168,7 +181,9 @@ __device__ __forceinline__ Quad scaled(Quad sum, const Buffers& buffers, int col
 __device__ __forceinline__ u32 from_bytes(u32 two) {
     const u32 x = __byte_perm(two, 0, 0x4140);
     u32 pair;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
+    asm("sub.rn.bf16x2 %0, %1, %2;"
+        : "=r"(pair)
+        : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
     return pair;
 }
 
@@ -187,7 +202,9 @@ __device__ __forceinline__ float inverse_rms(const Info& info, const Shared& sha
 }
 
 // The block's share of a tile, from the sums to memory.
-__device__ __forceinline__ void write(const Buffers& buffers, const Info& info, const Shared& shared, int row, int column, int rank) {
+__device__ __forceinline__ void write(
+    const Buffers& buffers, const Info& info, const Shared& shared, int row, int column, int rank
+) {
     int rows = min(TOKENS, static_cast<int>(info.m) - row), columns = static_cast<int>(info.n) / (GATED ? 2 : 1);
     #pragma unroll 2
     for (int i = rank * CONSUMERS + threadIdx.x; i < rows * (COLUMNS / 4); i += SPLIT * CONSUMERS) {
@@ -200,7 +217,8 @@ __device__ __forceinline__ void write(const Buffers& buffers, const Info& info, 
         if (info.adds_residual) {
             residual = *reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(buffers.residual) + to);
         }
-        Quad sum = scaled(total(shared, in_row, in_column), buffers, to_column), bias = four_of(buffers.bias, info.bias, to_column);
+        Quad sum = scaled(total(shared, in_row, in_column), buffers, to_column);
+        Quad bias = four_of(buffers.bias, info.bias, to_column);
         Quad gated = {}, gated_bias = {};
         if (GATED) {
             gated = scaled(total(shared, in_row, in_column + COLUMNS), buffers, to_column + columns);
@@ -215,7 +233,8 @@ __device__ __forceinline__ void write(const Buffers& buffers, const Info& info, 
             sum.v[j] = GATED ? sum.v[j] * fmaf(gated.v[j], factor, gated_bias.v[j]) : sum.v[j] + more[j];
         }
         if (OUT_F32) {
-            *reinterpret_cast<float4*>(static_cast<float*>(buffers.out) + to) = make_float4(sum.v[0], sum.v[1], sum.v[2], sum.v[3]);
+            *reinterpret_cast<float4*>(static_cast<float*>(buffers.out) + to) =
+                make_float4(sum.v[0], sum.v[1], sum.v[2], sum.v[3]);
         } else {
             uint2 four = make_uint2(pack(sum.v[0], sum.v[1]), pack(sum.v[2], sum.v[3]));
             *reinterpret_cast<uint2*>(static_cast<unsigned short*>(buffers.out) + to) = four;
@@ -229,7 +248,9 @@ struct Consumer {
     float sums[TOKENS / 8][4];
     float squares[SHARES];
 
-    __device__ __forceinline__ void multiply(const Shared& shared, const Schedule& schedule, const Buffers& buffers, const Info& info) {
+    __device__ __forceinline__ void multiply(
+        const Shared& shared, const Schedule& schedule, const Buffers& buffers, const Info& info
+    ) {
         if (INT8) {
             multiply_bytes(shared, schedule);
             return;
@@ -243,7 +264,8 @@ struct Consumer {
             Quad gamma[2] = {};
             int column = step * DEPTH + threadIdx.x % SHARERS * 8;
             if (NORM && column < info.k) {
-                gamma[0] = four_of(buffers.gamma, info.gamma, column), gamma[1] = four_of(buffers.gamma, info.gamma, column + 4);
+                gamma[0] = four_of(buffers.gamma, info.gamma, column);
+                gamma[1] = four_of(buffers.gamma, info.gamma, column + 4);
             }
             barrier_wait(shared.full(at.stage), at.parity);
             if (NORM) {
@@ -294,7 +316,11 @@ struct Consumer {
                         // Rows `row` and eight further; columns from 2 (lane % 4) on, and eight
                         // further.
                         unsigned short two;
-                        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(two) : "r"(line + (chunk << 4) + i % 2 * (8 * ROW_BYTES) + i / 2 * 8) : "memory");
+                        asm volatile(
+                            "ld.shared.u16 %0, [%1];"
+                            : "=h"(two)
+                            : "r"(line + (chunk << 4) + i % 2 * (8 * ROW_BYTES) + i / 2 * 8)
+                            : "memory");
                         weights[half][k][i] = from_bytes(two);
                     }
                 }
@@ -302,7 +328,8 @@ struct Consumer {
                 #pragma unroll
                 for (int k = 0; k < HALF_STEPS; k++) {
                     u64 a_tile = tile_descriptor<64>(shared.a(at.stage) + half * (TOKENS * ROW_BYTES) + k * 32);
-                    Wgmma<TOKENS>::template multiply<0>(sums, weights[half][k], a_tile, step > schedule.begin || half > 0 || k > 0);
+                    Wgmma<TOKENS>::template multiply<0>(
+                        sums, weights[half][k], a_tile, step > schedule.begin || half > 0 || k > 0);
                 }
                 wgmma_commit();
             }
@@ -376,8 +403,9 @@ struct Consumer {
 };
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, 1)
-    gemm_few_rows_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void*, const void*,
-                         void* out, const void* bias, const void* residual, const void* gamma, const __grid_constant__ Info info) {
+    gemm_few_rows_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                         const void*, const void*, void* out, const void* bias, const void* residual,
+                         const void* gamma, const __grid_constant__ Info info) {
     Shared shared{shared_base()};
     Buffers buffers{out, bias, residual, gamma};
     int rank = static_cast<int>(cluster_rank());

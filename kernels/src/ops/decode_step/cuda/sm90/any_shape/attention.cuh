@@ -8,11 +8,16 @@ struct Keys {
         total = position + 1 - first;
         splits = min(SPLITS, (total + SPLIT_KEYS - 1) / SPLIT_KEYS);
     }
-    __device__ __forceinline__ int begin(int split) const { return first + static_cast<int>(static_cast<u32>(total) * split / static_cast<u32>(splits)); }
+    __device__ __forceinline__ int begin(int split) const {
+        return first + static_cast<int>(static_cast<u32>(total) * split / static_cast<u32>(splits));
+    }
 };
 
 // A head of a row, normalised and rotated, by a warp; `to` is of shared memory.
-__device__ __forceinline__ void placed(const Step& step, const u64* from, const float* gamma, bool rotates, int position, float scale, bool rounded, float* to) {
+__device__ __forceinline__ void placed(
+    const Step& step, const u64* from, const float* gamma, bool rotates, int position, float scale, bool rounded,
+    float* to
+) {
     constexpr int HALF = HEAD_DIM / 2, N = ceil_div(HALF, 32);
     float x[N][2], square = 0;
     float2 g[N], angle[N];
@@ -142,7 +147,8 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
     const bool active = column < HEAD_DIM;
     #pragma unroll 1
     for (int task = step.block; task < step.rows * (N_KV_HEADS * CHUNKS * SPLITS); task += BLOCKS) {
-        const int split = task % SPLITS, chunk = task / SPLITS % CHUNKS, kv_head = task / (SPLITS * CHUNKS) % N_KV_HEADS;
+        const int split = task % SPLITS, chunk = task / SPLITS % CHUNKS;
+        const int kv_head = task / (SPLITS * CHUNKS) % N_KV_HEADS;
         const int row = task / (SPLITS * CHUNKS * N_KV_HEADS), position = step.position(row);
         const Keys keys(position);
         if (split >= keys.splits) continue;
@@ -154,7 +160,8 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
         const bool rotates = step.numbers.cos;
 
         auto line_of = [&](int token) {
-            return (static_cast<u64>(pages[token / PAGE_TOKENS]) * N_KV_HEADS + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS;
+            return (static_cast<u64>(pages[token / PAGE_TOKENS]) * N_KV_HEADS + kv_head) * PAGE_TOKENS +
+                token % PAGE_TOKENS;
         };
         // The next key and value are loaded during the products of the last.
         Eight k, v;
@@ -163,7 +170,8 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
         auto read = [&] {
             const int known = max(min(at, end - 1), 0);
             const u64 line = line_of(known), first = line * HEAD_DIM + column;
-            k.read(layer.keys + first, layer.key_scales, line, at < end && active), v.read(layer.values + first, layer.value_scales, line, at < end && active);
+            k.read(layer.keys + first, layer.key_scales, line, at < end && active);
+            v.read(layer.values + first, layer.value_scales, line, at < end && active);
         };
         read();
 
@@ -181,7 +189,8 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
                 const u64 line = line_of(position);
                 Cached* kept = (value ? layer.values : layer.keys) + line * HEAD_DIM;
 #if CACHE_INT8
-                to_bytes(to, step.lane, chunk == 0 ? kept : nullptr, (value ? layer.value_scales : layer.key_scales) + line);
+                to_bytes(
+                    to, step.lane, chunk == 0 ? kept : nullptr, (value ? layer.value_scales : layer.key_scales) + line);
 #else
                 #pragma unroll 1
                 for (int i = step.lane; i < HEAD_DIM && chunk == 0; i += 32) kept[i] = from_float(to[i]);
@@ -195,7 +204,8 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
         // The newest key comes first, and is one lane group's.
         float key[8], value[8];
         bool there = newest && sharer == SHARERS - 1 && slot == 0;
-        eight(key, shared + AT_NEW + column, there && active), eight(value, shared + AT_NEW + HEAD_DIM + column, there && active);
+        eight(key, shared + AT_NEW + column, there && active);
+        eight(value, shared + AT_NEW + HEAD_DIM + column, there && active);
         #pragma unroll 1
         for (;;) {
             if (__any_sync(~0u, there)) a.add(key, value, there);
@@ -221,7 +231,8 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
         }
         if (slot == 0 && active) {
             float4* to = reinterpret_cast<float4*>(shared + AT_OUT + step.warp * HEAD_DIM + column);
-            to[0] = make_float4(a.out[0], a.out[1], a.out[2], a.out[3]), to[1] = make_float4(a.out[4], a.out[5], a.out[6], a.out[7]);
+            to[0] = make_float4(a.out[0], a.out[1], a.out[2], a.out[3]);
+            to[1] = make_float4(a.out[4], a.out[5], a.out[6], a.out[7]);
         }
         if (step.lane == 0) *reinterpret_cast<float2*>(shared + AT_PEAKS + step.warp * 2) = make_float2(highest, a.sum);
         __syncthreads();
@@ -250,8 +261,10 @@ __device__ __forceinline__ void of_heads(const Step& step) {
     constexpr int PAIRS = HEADS_WIDTH / 2, SOME = least(SPLITS, 4);
     #pragma unroll 1
     for (int i = step.thread; i < step.rows * PAIRS; i += THREADS) {
-        const int row = i / PAIRS, head = i / (HEAD_DIM / 2), column = i % (HEAD_DIM / 2) * 2, splits = Keys(step.position(row)).splits;
-        const u64 *weights = step.scratch + AT_WEIGHT + head * SPLITS, *from = step.scratch + AT_PARTS + head * (SPLITS * HEAD_DIM) + column;
+        const int row = i / PAIRS, head = i / (HEAD_DIM / 2), column = i % (HEAD_DIM / 2) * 2;
+        const int splits = Keys(step.position(row)).splits;
+        const u64* weights = step.scratch + AT_WEIGHT + head * SPLITS;
+        const u64* from = step.scratch + AT_PARTS + head * (SPLITS * HEAD_DIM) + column;
         float x = 0, y = 0, peak = NOTHING, total = 0;
         #pragma unroll 1
         for (int begin = 0; begin < splits; begin += SOME) {
@@ -276,7 +289,9 @@ __device__ __forceinline__ void of_heads(const Step& step) {
             #pragma unroll
             for (int s = 0; s < SOME; s++) {
                 const float weight = begin + s < splits ? exp_2(__uint_as_float(w[s].v) - highest) : 0;
-                total += weight, x = fmaf(weight, __uint_as_float(v[s].a.v), x), y = fmaf(weight, __uint_as_float(v[s].b.v), y);
+                total += weight;
+                x = fmaf(weight, __uint_as_float(v[s].a.v), x);
+                y = fmaf(weight, __uint_as_float(v[s].b.v), y);
             }
         }
         Half* to = reinterpret_cast<Half*>(memory) + i * 2;

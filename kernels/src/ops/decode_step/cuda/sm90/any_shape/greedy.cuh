@@ -15,7 +15,10 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
             else best.or_else(logit, part.first + i);
         }
         best.of_lanes<1, 32>();
-        if (step.lane == 0) of_warps[2 * step.warp] = best.logit, of_warps[2 * step.warp + 1] = __int_as_float(best.token);
+        if (step.lane == 0) {
+            of_warps[2 * step.warp] = best.logit;
+            of_warps[2 * step.warp + 1] = __int_as_float(best.token);
+        }
         __syncthreads();
         if (step.warp == 0) {
             best = Largest{of_warps[2 * (step.lane % WARPS)], __float_as_int(of_warps[2 * (step.lane % WARPS) + 1])};

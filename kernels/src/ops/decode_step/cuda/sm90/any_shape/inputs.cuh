@@ -2,7 +2,9 @@
 
 // Norm of x: what blocks published, or else what enters the first layer. After the last layer it is
 // no number where a wait was too long.
-__device__ __forceinline__ void normed(const Step& step, const u64* published, const float* gamma, const float* beta, bool last) {
+__device__ __forceinline__ void normed(
+    const Step& step, const u64* published, const float* gamma, const float* beta, bool last
+) {
     const u32 epoch = step.epoch;
     // Some warps to a row, and two columns to a lane.
     constexpr int OF_ROW = WARPS / BATCH, LANES = 32 * OF_ROW, N = ceil_div(D_MODEL, 2 * LANES), SOME = least(N, 8);
@@ -42,13 +44,19 @@ __device__ __forceinline__ void normed(const Step& step, const u64* published, c
                 });
                 #pragma unroll
                 for (int i = 0; i < SOME; i++) {
-                    if (begin + i < N) x[begin + i][0] = __uint_as_float(v[i].a.v), x[begin + i][1] = __uint_as_float(v[i].b.v);
+                    if (begin + i < N) {
+                        x[begin + i][0] = __uint_as_float(v[i].a.v);
+                        x[begin + i][1] = __uint_as_float(v[i].b.v);
+                    }
                 }
             } else {
                 #pragma unroll
                 for (int i = 0; i < SOME; i++) {
                     const int column = first + (begin + i) * (2 * LANES);
-                    if (begin + i < N && column < D_MODEL) x[begin + i][0] = step.embedded(row, column), x[begin + i][1] = step.embedded(row, column + 1);
+                    if (begin + i < N && column < D_MODEL) {
+                        x[begin + i][0] = step.embedded(row, column);
+                        x[begin + i][1] = step.embedded(row, column + 1);
+                    }
                 }
             }
         }
@@ -88,7 +96,8 @@ __device__ __forceinline__ void normed(const Step& step, const u64* published, c
     for (int i = 0; i < N; i++) {
         const int column = first + i * (2 * LANES);
         if (row >= step.rows || column >= D_MODEL) continue;
-        to[column] = from_float(x[i][0] * factor * g[i].x + b[i].x), to[column + 1] = from_float(x[i][1] * factor * g[i].y + b[i].y);
+        to[column] = from_float(x[i][0] * factor * g[i].x + b[i].x);
+        to[column + 1] = from_float(x[i][1] * factor * g[i].y + b[i].y);
     }
     __syncthreads();
 }

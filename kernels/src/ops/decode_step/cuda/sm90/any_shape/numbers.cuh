@@ -59,7 +59,10 @@ __device__ __forceinline__ void spread_weights(float (&f)[HALVES], uint4 v, int 
 // Weights are read once.
 __device__ __forceinline__ uint4 stream(const void* at) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    asm volatile(
+        "ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at));
     return v;
 }
 __device__ __forceinline__ float activated(float x) {

@@ -8,7 +8,8 @@ struct Weights {
     const uint4* from[TILE];
     using Registers = uint4[STEPS][TILE];
 
-    __device__ __forceinline__ Weights(const Step& step, const Part& part, Registers& v) : part(part), warp(step.warp), lane(step.lane) {
+    __device__ __forceinline__ Weights(const Step& step, const Part& part, Registers& v)
+        : part(part), warp(step.warp), lane(step.lane) {
         tiles = ceil_div(part.count * part.own, TILE);
         begin(warp, v);
     }
@@ -61,7 +62,8 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
                         #pragma unroll
                         for (int r = 0; r < BATCH; r++) {
                             float x[HALVES];
-                            spread(x, *reinterpret_cast<const uint4*>(input + r * part.k + load * WEIGHTS + p * HALVES));
+                            spread(
+                                x, *reinterpret_cast<const uint4*>(input + r * part.k + load * WEIGHTS + p * HALVES));
                             #pragma unroll
                             for (int i = 0; i < TILE; i++) {
                                 #pragma unroll
@@ -78,7 +80,9 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
             #pragma unroll
             for (int r = 0; r < BATCH; r++) {
                 const float all = sum_lanes(sum[i][r]);
-                if (step.lane == (i * BATCH + r) % 32 && w.row() + i < part.rows) sums[(w.share() * part.rows + w.row() + i) * BATCH + r] = all;
+                if (step.lane == (i * BATCH + r) % 32 && w.row() + i < part.rows) {
+                    sums[(w.share() * part.rows + w.row() + i) * BATCH + r] = all;
+                }
             }
         }
     }

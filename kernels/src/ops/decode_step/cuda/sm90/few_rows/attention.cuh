@@ -80,9 +80,10 @@ __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, i
     u32 read[2] = {0, 0};
     float s[2] = {NOTHING, NOTHING};
     if (some) {
-        const u32 apart = q * 16 + (g & 1) * 64;       // columns as in a stage of weights: two for each head
+        const u32 apart = q * 16 + (g & 1) * 64;  // columns as in a stage of weights: two a head
         const u32 queries = c.ring.base + AT_QUERIES + (g / 2 % GROUP) * (HEAD_DIM * 2) + apart;
-        const uint4 b[4] = {shared_16(queries), shared_16(queries ^ 64), shared_16(queries + 128), shared_16((queries ^ 64) + 128)};
+        const uint4 b[4] = {
+            shared_16(queries), shared_16(queries ^ 64), shared_16(queries + 128), shared_16((queries ^ 64) + 128)};
         c.watch.wait(keys.full(), keys.parity);
         const u32 at = keys.stage() + (warp % 4 * 16 + g) * (HEAD_DIM * 2) + apart;
         float d[2][4] = {};
@@ -140,7 +141,9 @@ __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, i
     return read[0] ^ read[1];
 }
 
-__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, int block, int at, u32 epoch) {
+__device__ __forceinline__ void attend(
+    Consumer& c, const Step& step, const Layer& layer, int block, int at, u32 epoch
+) {
     const Share share(__shfl_sync(~0u, block, 0), step, at);
     const int position = share.position;
     float* shared_q = reinterpret_cast<float*>(memory + AT_Q);
@@ -153,7 +156,8 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
 
     // A warp a head: queries, then the key, then the value of this token.
     if (warp < GROUP + 2 && (warp < GROUP || newest)) {
-        const int head = warp < GROUP ? share.kv_head * GROUP + warp : N_HEADS + (warp - GROUP) * N_KV_HEADS + share.kv_head;
+        const int head =
+            warp < GROUP ? share.kv_head * GROUP + warp : N_HEADS + (warp - GROUP) * N_KV_HEADS + share.kv_head;
         float2 cosine = {0, 0}, sine = {0, 0};
         u32 gamma[2] = {0, 0};
         if (warp <= GROUP) {
@@ -175,7 +179,8 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = __uint_as_float(x[i]);
         if (warp <= GROUP) {
-            float factor = rsqrtf(sum_lanes(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / HEAD_DIM + EPSILON);
+            float factor =
+                rsqrtf(sum_lanes(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / HEAD_DIM + EPSILON);
             v[0] *= factor * low(gamma[0]), v[1] *= factor * high(gamma[0]);
             v[2] *= factor * low(gamma[1]), v[3] *= factor * high(gamma[1]);
             float a0 = v[0] * cosine.x - v[2] * sine.x, a1 = v[1] * cosine.y - v[3] * sine.y;
@@ -196,7 +201,8 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
     }
     barrier_sync(3, WARPS * 32);
     if (newest && warp >= WARPS - 2) {
-        const u64 at = ((static_cast<u64>(page) * N_KV_HEADS + share.kv_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM;
+        const u64 at =
+            ((static_cast<u64>(page) * N_KV_HEADS + share.kv_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM;
         const u32* from = fresh + (warp - (WARPS - 2)) * (HEAD_DIM / 2);
         u32* line = reinterpret_cast<u32*>((warp == WARPS - 2 ? layer.keys : layer.values) + at);
         line[lane] = from[lane], line[32 + lane] = from[32 + lane];
@@ -229,7 +235,8 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         #pragma unroll 1
         for (int stage = share.first - newest; stage < share.last; stage++) {
             float s[GROUP];
-            const bool cached = stage >= share.first, there = cached ? stage * PAGE_TOKENS + key < position : key == PAGE_TOKENS - 1;
+            const bool cached = stage >= share.first;
+            const bool there = cached ? stage * PAGE_TOKENS + key < position : key == PAGE_TOKENS - 1;
             if (!cached && warp != WARPS - 1) continue;
             const bool busy = !cached || stage * PAGE_TOKENS + warp * 4 < position;
             const StageRing keys = c.ring;
@@ -285,12 +292,14 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
     // All warps together: a lane has a pair of values of a quarter of the warps.
     static_assert(WARPS == 16 && GROUP == 2 && COPIES <= 4, "quarters");
     {
-        const int h = warp / (WARPS / GROUP), pair = warp % (WARPS / GROUP) * 8 + lane % 8, head = share.kv_head * GROUP + h;
+        const int h = warp / (WARPS / GROUP), pair = warp % (WARPS / GROUP) * 8 + lane % 8;
+        const int head = share.kv_head * GROUP + h;
         float2 seen[WARPS / 4], v[WARPS / 4];
         #pragma unroll
         for (int i = 0; i < WARPS / 4; i++) {
             const int w = lane / 8 * (WARPS / 4) + i;
-            seen[i] = peaks[w * GROUP + h], v[i] = reinterpret_cast<const float2*>(part + (w * GROUP + h) * HEAD_DIM)[pair];
+            seen[i] = peaks[w * GROUP + h];
+            v[i] = reinterpret_cast<const float2*>(part + (w * GROUP + h) * HEAD_DIM)[pair];
         }
         float best = fmaxf(fmaxf(seen[0].x, seen[1].x), fmaxf(seen[2].x, seen[3].x));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
@@ -303,7 +312,9 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         }
         #pragma unroll
         for (int o = 8; o < 32; o <<= 1) {
-            total += __shfl_xor_sync(~0u, total, o), o0 += __shfl_xor_sync(~0u, o0, o), o1 += __shfl_xor_sync(~0u, o1, o);
+            total += __shfl_xor_sync(~0u, total, o);
+            o0 += __shfl_xor_sync(~0u, o0, o);
+            o1 += __shfl_xor_sync(~0u, o1, o);
         }
         const float inverse = total > 0 ? __fdividef(1, total) : 0;
         o0 *= inverse, o1 *= inverse;
@@ -314,7 +325,9 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         } else if (lane < 8) {
             const int at = (share.row * N_HEADS + head) * SPLITS + share.split;
             publish(step.scratch + PARTS + at * HEAD_DIM + 2 * pair, __float_as_uint(o0), __float_as_uint(o1), epoch);
-            if (pair == 0) publish(step.scratch + WEIGHTS + at, __float_as_uint(total > 0 ? best + log_2(total) : NOTHING), epoch);
+            if (pair == 0) {
+                publish(step.scratch + WEIGHTS + at, __float_as_uint(total > 0 ? best + log_2(total) : NOTHING), epoch);
+            }
         }
     }
     if (share.splits > 1) return;
@@ -363,5 +376,6 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
             o0 = fmaf(__uint_as_float(x[s][0]), w, o0), o1 = fmaf(__uint_as_float(x[s][1]), w, o1);
         }
     }
-    copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
+    copies<BATCH * HEADS_WIDTH / 2>(
+        step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
 }

@@ -6,10 +6,11 @@ struct Consumer {
     Watch watch;
     const Step& step;
     int warp, lane;
-    u32 first;                                         // where a lane's weights lie in a stage: here, and HALF_LINE from here
+    u32 first;                                         // where a lane's weights lie in a stage:
+                                                       // here, and HALF_LINE from here
     u32 staged, operand;                               // offset of a warp's input
     u32 sum;                                           // where a lane leaves its sums
-    int half;                                          // of 64 columns, which one a lane takes first
+    int half;                                          // of 64 columns: which a lane takes first
     u32 released = 0;                                  // stages of this warp
 
     __device__ Consumer(StageRing ring, const Step& step) : ring(ring), step(step) { place(); }
@@ -34,8 +35,10 @@ struct Consumer {
         #pragma unroll
         for (int s = FROM; s < TO; s++) {
             watch.wait(ring.full(), ring.parity);
-            const uint4 u = shared_weights(ring.stage() + first), v = shared_weights(ring.stage() + (first ^ HALF_LINE));
-            a[s][0] = u.x, a[s][1] = u.y, a[s][2] = u.z, a[s][3] = u.w, a[s][4] = v.x, a[s][5] = v.y, a[s][6] = v.z, a[s][7] = v.w;
+            const uint4 u = shared_weights(ring.stage() + first);
+            const uint4 v = shared_weights(ring.stage() + (first ^ HALF_LINE));
+            a[s][0] = u.x, a[s][1] = u.y, a[s][2] = u.z, a[s][3] = u.w;
+            a[s][4] = v.x, a[s][5] = v.y, a[s][6] = v.z, a[s][7] = v.w;
             ring.advance();
         }
     }
@@ -48,7 +51,10 @@ struct Consumer {
         count(AT_RELEASED, released, value);
     }
     __device__ __forceinline__ void count(u32 at, u32 released, u32 value) const {
-        if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(released) : "memory");
+        if (lane == 0) {
+            asm volatile(
+                "st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(released) : "memory");
+        }
     }
     // Stages of which others released their own, and the last that this warp read of a step: what
     // it read and wrote is done.
@@ -108,7 +114,10 @@ struct Consumer {
             for (int t = first; t < T && t < first + INPUTS; t++) {
                 #pragma unroll
                 for (int r = 0; r < BATCH; r++) {
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + ((t - first) * WARPS * BATCH + r) * 128), "r"(then(r, v[t][r])) : "memory");
+                    asm volatile(
+                        "st.shared.u32 [%0], %1;" ::"r"(staged + ((t - first) * WARPS * BATCH + r) * 128),
+                        "r"(then(r, v[t][r]))
+                        : "memory");
                 }
             }
             __syncwarp();
@@ -116,12 +125,15 @@ struct Consumer {
             for (int t = first; t < T && t < first + INPUTS; t++) {
                 const uint4 u = shared_16(operand + (t - first) * (WARPS * BATCH * 128));
                 const uint4 w = shared_16((operand ^ 64) + (t - first) * (WARPS * BATCH * 128));
-                b[t][0] = u.x, b[t][1] = u.y, b[t][2] = u.z, b[t][3] = u.w, b[t][4] = w.x, b[t][5] = w.y, b[t][6] = w.z, b[t][7] = w.w;
+                b[t][0] = u.x, b[t][1] = u.y, b[t][2] = u.z, b[t][3] = u.w;
+                b[t][4] = w.x, b[t][5] = w.y, b[t][6] = w.z, b[t][7] = w.w;
             }
         }
     }
     // Two chains of products, which a sum ends.
-    __device__ __forceinline__ void tile(float (&c)[4], const u32 (&above)[8], const u32 (&below)[8], const u32 (&b)[8]) {
+    __device__ __forceinline__ void tile(
+        float (&c)[4], const u32 (&above)[8], const u32 (&below)[8], const u32 (&b)[8]
+    ) {
         float d[4] = {0, 0, 0, 0};
         #pragma unroll
         for (int i = 0; i < 4; i++) c[i] = 0;
@@ -145,7 +157,9 @@ struct Consumer {
             load(a);
             give(b, v, then);
             #pragma unroll
-            for (int i = 0; i < 4; i++) multiply(d[i], a[0][2 * i], 0, a[0][2 * i + 1], 0, b[0][2 * i], b[0][2 * i + 1]);
+            for (int i = 0; i < 4; i++) {
+                multiply(d[i], a[0][2 * i], 0, a[0][2 * i + 1], 0, b[0][2 * i], b[0][2 * i + 1]);
+            }
             release(a);
         }
         #pragma unroll
@@ -158,7 +172,9 @@ struct Consumer {
         #pragma unroll
         for (int t = 0; t < T; t++) {
             #pragma unroll
-            for (int i = 0; i < 4; i++) multiply(d[i], a[t][2 * i], 0, a[t][2 * i + 1], 0, b[t][2 * i], b[t][2 * i + 1]);
+            for (int i = 0; i < 4; i++) {
+                multiply(d[i], a[t][2 * i], 0, a[t][2 * i + 1], 0, b[t][2 * i], b[t][2 * i + 1]);
+            }
         }
         #pragma unroll
         for (int i = 0; i < 2; i++) c[i] = (d[0][i] + d[1][i]) + (d[2][i] + d[3][i]);
@@ -169,7 +185,9 @@ struct Consumer {
         #pragma unroll
         for (int r = 0; r < BATCH; r++) {
             const float s = sum_lanes(square[r]);
-            if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + (r * WARPS + warp) * 4), "f"(s) : "memory");
+            if (lane == 0) {
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + (r * WARPS + warp) * 4), "f"(s) : "memory");
+            }
         }
     }
     // This warp's part of the sums of eight rows.

@@ -23,7 +23,9 @@ __device__ __forceinline__ void predict_greedy(const Consumer& c, const Step& st
             u32 e[MOST_BLOCKS / 32][2];
             #pragma unroll
             for (int i = 0; i < MOST_BLOCKS / 32; i++) {
-                words(words_of + 2 * min(i * 32 + lane, static_cast<int>(gridDim.x) - 1), logit[i], e[i][0], token[i], e[i][1]);
+                words(
+                    words_of + 2 * min(i * 32 + lane, static_cast<int>(gridDim.x) - 1), logit[i], e[i][0], token[i],
+                    e[i][1]);
             }
             #pragma unroll
             for (int i = 0; i < MOST_BLOCKS / 32; i++) wrong |= (e[i][0] ^ epoch) | (e[i][1] ^ epoch);
@@ -101,7 +103,9 @@ __device__ __forceinline__ bool project(Consumer& c, const Step& step, const flo
         for (int e = 0; e < EIGHTS; e++) {
             float sums[2];
             #pragma unroll
-            for (int i = 0; i < 2; i++) sums[i] = (d[0][2 * e + i] + d[1][2 * e + i]) + (d[2][2 * e + i] + d[3][2 * e + i]);
+            for (int i = 0; i < 2; i++) {
+                sums[i] = (d[0][2 * e + i] + d[1][2 * e + i]) + (d[2][2 * e + i] + d[3][2 * e + i]);
+            }
             const float logit = (half ? sums[1] : sums[0]) * scales[e];
             const int row = first + e * 8 + g, token = head.first + row;
             if (q < min(step.rows, BATCH) && row < head.count) {
@@ -118,7 +122,8 @@ __device__ __forceinline__ bool project(Consumer& c, const Step& step, const flo
         barrier_sync(3, WARPS * 32);
         const int vocabulary = step.vocabulary;
         auto begin = [=](int block) { return HeadRows::at(vocabulary, block); };
-        int token = draw_rows(step.draws, step.logits, vocabulary, step.positions, at, step.rows, begin, {step.scratch + BOARD}, epoch);
+        int token = draw_rows(
+            step.draws, step.logits, vocabulary, step.positions, at, step.rows, begin, {step.scratch + BOARD}, epoch);
         c.release_all(head.stages());
         u64* drawn = step.scratch + DRAWN;
         if (block < step.rows && warp == 0) {

@@ -8,7 +8,7 @@ struct Producer {
 
     StageRing arriving = ring;
     bool dead = false;
-    u32 limit, flying = 0;                             // stages on their way at the most, and so many
+    u32 limit, flying = 0;                             // stages on their way: at most, and now
 
     // Until the counts of stages that warps released, each lane's at `count`, are this large.
     __device__ __forceinline__ void await(u32 count, u32 wanted) const {
@@ -85,7 +85,9 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, Cut pa
         for (int l = 0; l < N_LAYERS; l++) {
             const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
             #pragma unroll 1
-            for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
+            for (int r = 0; r < 32; r += 8) {
+                p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
+            }
             if (share.some) {
                 // A few: all keys, then all values. Many: in turns.
                 const bool few = share.splits == 1;
@@ -101,7 +103,9 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, Cut pa
             }
             p.limit = limit;
             #pragma unroll 1
-            for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
+            for (int t = 0; t < OUT_T; t++) {
+                p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
+            }
             #pragma unroll 1
             for (int r = 0; r < 24; r += 8) {
                 p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, max(0, min(8, fn - r)));

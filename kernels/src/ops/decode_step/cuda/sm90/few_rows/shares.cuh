@@ -20,7 +20,8 @@ struct Cut {
 struct HeadRows {
     int first, count;
 
-    __device__ HeadRows(int vocabulary, int block) : first(at(vocabulary, block)), count(at(vocabulary, block + 1) - first) {}
+    __device__ HeadRows(int vocabulary, int block)
+        : first(at(vocabulary, block)), count(at(vocabulary, block + 1) - first) {}
     static __device__ __forceinline__ int at(int vocabulary, int block) {
         return static_cast<int>(static_cast<u64>(vocabulary) * static_cast<u32>(block) / gridDim.x);
     }
@@ -47,7 +48,9 @@ struct Share {
 struct Roles {
     enum { ATTENDS = 1, JOINS = 2 };
 
-    static __device__ __forceinline__ volatile u32& read() { return *reinterpret_cast<volatile u32*>(memory + AT_ROLES); }
+    static __device__ __forceinline__ volatile u32& read() {
+        return *reinterpret_cast<volatile u32*>(memory + AT_ROLES);
+    }
     // By one warp, before all others begin.
     static __device__ __forceinline__ void write(const Step& step) {
         const Share share(blockIdx.x, step, 0);
