@@ -44,6 +44,7 @@ mod block;
 mod cache;
 mod checkpoints;
 mod config;
+mod convolution;
 mod error;
 mod export;
 mod feed_forward;

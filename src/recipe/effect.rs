@@ -42,6 +42,9 @@ impl Recipe {
             }
             ("training", "masked") => (self.task == Masked, "hidden tokens (task masked)"),
             ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
+            ("data", "word_types") => {
+                (self.task == IntentSlot && self.init.is_none(), "utterances (task intent-slot) and a new model")
+            }
             ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
                 (self.task == IntentSlot, "utterances (task intent-slot)")
             }
@@ -84,6 +87,8 @@ mod tests {
             ("stories", &[("training.masked", "0.2")], "training.masked has no effect: it needs hidden tokens"),
             ("masked", &[("documents_apart", "true")], "data.documents_apart"),
             ("chat-full", &[("init", "model"), ("d_model", "8")], "model.d_model"),
+            ("stories", &[("word_types", "true")], "data.word_types has no effect: it needs utterances"),
+            ("intent-slot", &[("init", "model"), ("word_types", "true")], "a new model"),
         ] {
             let message = refused(recipe, settings);
             assert!(message.contains(wanted), "{settings:?}: {message}");

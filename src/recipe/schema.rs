@@ -83,6 +83,9 @@ pub struct DataRecipe {
     pub bpe_size: usize,
     /// Vocabulary size of `pieces`.
     pub pieces: usize,
+    /// Whether each word that utterances of the training part have more than once has an embedding,
+    /// next to those of its pieces, and all other words share one.
+    pub word_types: bool,
     /// Share of the data that is held out.
     pub holdout: f64,
     /// What is held out: the end of the data, or documents chosen at random.
@@ -127,6 +130,7 @@ impl Default for DataRecipe {
             tokenizer: "byte".into(),
             bpe_size: 4096,
             pieces: 2000,
+            word_types: false,
             holdout: 0.1,
             holdout_by: HoldoutBy::Tail,
             documents_apart: false,

@@ -66,17 +66,25 @@ pub struct ModelSizes {
     /// Number of tags; 0 for none.
     #[serde(default)]
     pub tags: usize,
+    /// Number of types of words; 0 for none.
+    #[serde(default)]
+    pub word_types: usize,
 }
 
 impl ModelSizes {
     /// For utterances with these labels and this tokenizer.
     pub(crate) fn of_utterances(labels: &Labels, pieces: &PieceTokenizer) -> Self {
-        Self { vocab_size: pieces.vocab_size(), intents: labels.intents.len(), tags: labels.tag_count() }
+        Self {
+            vocab_size: pieces.vocab_size(),
+            intents: labels.intents.len(),
+            tags: labels.tag_count(),
+            word_types: labels.type_count(),
+        }
     }
 
     /// Refuses a model that is too small.
     pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
-        let Self { vocab_size, intents, tags } = self;
+        let Self { vocab_size, intents, tags, word_types } = self;
         if vocab_size > config.vocab_size {
             let known = config.vocab_size;
             return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
@@ -86,6 +94,10 @@ impl ModelSizes {
                 "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
                 config.intents, config.tags
             )));
+        }
+        if word_types > 0 && word_types != config.token_types {
+            let known = config.token_types;
+            return Err(Failure::new(format!("{LABELS} has {word_types} types of words, but the model {known}")));
         }
         Ok(())
     }

@@ -79,6 +79,15 @@ impl IntentSlot {
             (None, file) => PieceTokenizer::load(Path::new(file))?,
         };
         let labels = Labels::of(&utterances.train);
+        let labels = match &recipe.init {
+            None if recipe.data.word_types => labels.with_word_types(&utterances.train),
+            None => labels,
+            // A pretrained model has its types.
+            Some(model) => match model.join(LABELS) {
+                file if file.exists() => labels.with_types_of(read_labels(&file)?),
+                _ => labels,
+            },
+        };
         Self::new(utterances, labels, pieces, recipe.training.seq_length)
     }
 
@@ -107,9 +116,13 @@ impl IntentSlot {
             cut => format!(" ({cut} are truncated to {seq_length} pieces)"),
         };
         let steps = training.steps;
+        let words = match self.labels.words.len() {
+            0 => String::new(),
+            words => format!(" and of {words} words that occur more than once"),
+        };
         format!(
-            "vocabulary of {known} pieces; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
-             utterances"
+            "vocabulary of {known} pieces{words}; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} \
+             steps of {rows} utterances"
         )
     }
 
@@ -217,7 +230,11 @@ fn encode<B: Backend>(
     forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
 ) -> (Tensor<B, 3>, UtteranceTargets<B>) {
     let batch = batch.to_device::<B>(device);
-    let hidden = forward(Tokens::from(batch.ids).with_lengths(batch.lengths));
+    let tokens = Tokens::from(batch.ids).with_lengths(batch.lengths);
+    let hidden = forward(match batch.types {
+        Some(types) => tokens.with_types(types),
+        None => tokens,
+    });
     (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
 }
 

@@ -139,7 +139,7 @@ fn spans_are_counted_as_seqeval_and_conlleval_count_them() {
     }
 }
 
-const SMALL: [&str; 14] = [
+pub(crate) const SMALL: [&str; 14] = [
     "--set",
     "d_model=16",
     "--set",
@@ -156,7 +156,7 @@ const SMALL: [&str; 14] = [
     "intent-slot",
 ];
 
-fn done_line(output: &Output) -> Value {
+pub(crate) fn done_line(output: &Output) -> Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let stdout = String::from_utf8_lossy(&output.stdout);
     serde_json::from_str(stdout.lines().last().expect("a last line")).expect("JSON")

@@ -17,7 +17,7 @@ use crate::utterance::{Utterance, Utterances};
 /// The name of the embedded utterances with open slots.
 pub const EMBEDDED_NAMES: &str = "embedded:names";
 
-const SEED: u64 = 0x5E_EDED_4A_3E;
+const SEED: u64 = 0x005E_EDED_4A3E;
 
 /// Training, validation and test.
 const TRAIN: usize = 0;
