@@ -1,6 +1,6 @@
 //! Labels of utterances: intents, and slots as IOB2 tags.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +17,9 @@ pub struct Labels {
     /// Punctuation that occurs as a word of its own; other punctuation is noise.
     #[serde(default)]
     pub marks: Vec<String>,
+    /// The words that have a type, in lower case and sorted; none if words have no types.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub words: Vec<String>,
 }
 
 impl Labels {
@@ -28,7 +31,39 @@ impl Labels {
         let owned = |names: BTreeSet<&str>| names.into_iter().map(str::to_owned).collect();
         let words = train.iter().flat_map(|utterance| &utterance.words);
         let marks: BTreeSet<&str> = words.map(String::as_str).filter(|word| is_mark(word)).collect();
-        Self { intents: owned(intents), slots: owned(slots), marks: owned(marks) }
+        Self { intents: owned(intents), slots: owned(slots), marks: owned(marks), words: Vec::new() }
+    }
+
+    /// With a type for each word that occurs more than once in `train`. Words that occur once are
+    /// as unknown as those that do not occur, so that the model learns what to do with unknown
+    /// words.
+    pub fn with_word_types(mut self, train: &[Utterance]) -> Self {
+        let mut counts = BTreeMap::<String, usize>::new();
+        for word in train.iter().flat_map(|utterance| &utterance.words) {
+            *counts.entry(word.to_lowercase()).or_default() += 1;
+        }
+        self.words = counts.into_iter().filter(|(_, count)| *count > 1).map(|(word, _)| word).collect();
+        self
+    }
+
+    /// With the types of words of other labels.
+    pub fn with_types_of(self, other: Self) -> Self {
+        Self { words: other.words, ..self }
+    }
+
+    /// Number of types of pieces; 0 if words have no types.
+    pub fn type_count(&self) -> usize {
+        if self.words.is_empty() { 0 } else { FIRST_KNOWN_TYPE + self.words.len() }
+    }
+
+    /// The type of a word's first piece: 1 for unknown words, and from 2 on one for each known
+    /// word. Other pieces have type 0.
+    pub fn word_type(&self, word: &str) -> usize {
+        match self.words.binary_search(&word.to_lowercase()) {
+            _ if self.words.is_empty() => 0,
+            Ok(place) => FIRST_KNOWN_TYPE + place,
+            Err(_) => UNKNOWN_TYPE,
+        }
     }
 
     /// Whether intents and slots are equal, so that one model serves both.
@@ -69,6 +104,12 @@ impl Labels {
     }
 }
 
+/// The type of unknown words.
+pub(crate) const UNKNOWN_TYPE: usize = 1;
+
+/// The type of the first known word.
+const FIRST_KNOWN_TYPE: usize = 2;
+
 /// Whether a word has neither letters nor digits.
 fn is_mark(word: &str) -> bool {
     !word.chars().any(char::is_alphanumeric)
@@ -94,6 +135,24 @@ mod tests {
     fn labels_are_sorted_and_distinct() {
         assert_eq!(labels().intents, ["ask", "wave"]);
         assert_eq!(labels().slots, ["city", "room"]);
+    }
+
+    #[test]
+    fn words_have_types_and_those_that_occur_once_are_unknown() {
+        let said = |words: &str| Utterance {
+            words: words.split(' ').map(str::to_owned).collect(),
+            tags: Vec::new(),
+            intent: "ask".into(),
+        };
+        let train = [said("Play Rome and play"), said("rome is far")];
+        let types = |labels: &Labels| ["play", "PLAY", "rome", "far", "new"].map(|word| labels.word_type(word));
+        let (plain, typed) = (Labels::of(&train), Labels::of(&train).with_word_types(&train));
+        assert_eq!((plain.type_count(), types(&plain)), (0, [0; 5]));
+        assert_eq!((typed.type_count(), types(&typed)), (4, [2, 2, 3, 1, 1]));
+        // Labels of older models have no types.
+        let text = serde_json::to_string(&plain).expect("JSON");
+        assert!(!text.contains("words"), "{text}");
+        assert_eq!(types(&plain.with_types_of(typed.clone())), types(&typed));
     }
 
     #[test]

@@ -36,6 +36,7 @@ mod words;
 
 pub use batch::{DeviceTokens, IGNORED_TARGET, TokenBatch};
 pub use corpus::{BatchKey, Corpus, Split, StoryCorpus, TextCorpus};
+pub use embedded::names::EMBEDDED_NAMES;
 pub use embedded::stories::{Story, StoryGrammar};
 pub use error::DataError;
 pub use inputs::Inputs;

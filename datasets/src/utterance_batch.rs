@@ -11,7 +11,7 @@ use crate::batch::IGNORED_TARGET;
 use crate::by_length;
 use crate::corpus::BatchKey;
 use crate::error::DataError;
-use crate::labels::Labels;
+use crate::labels::{Labels, UNKNOWN_TYPE};
 use crate::pieces::PieceTokenizer;
 use crate::random::Generator;
 use crate::utterance::Utterance;
@@ -20,22 +20,38 @@ use crate::utterance::Utterance;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UtteranceBatch {
     ids: Vec<i32>,
+    /// Empty if words have no types.
+    types: Vec<i32>,
     targets: Vec<i32>,
     lengths: Vec<i32>,
     seq_length: usize,
 }
 
+/// Pieces, their types and their targets.
+#[derive(Default)]
+struct Spelt {
+    ids: Vec<i32>,
+    types: Vec<i32>,
+    targets: Vec<i32>,
+}
+
 impl UtteranceBatch {
-    /// Rows of pieces and targets, padded to the longest with `padding`.
-    fn new(rows: &[(Vec<i32>, Vec<i32>)], padding: i32) -> Self {
-        let seq_length = rows.iter().map(|(ids, _)| ids.len()).max().unwrap_or(1).max(1);
-        let mut batch = Self { ids: Vec::new(), targets: Vec::new(), lengths: Vec::new(), seq_length };
-        for (ids, targets) in rows {
+    /// Rows padded to the longest with `padding`; with types if words have some.
+    fn new(rows: &[Spelt], typed: bool, padding: i32) -> Self {
+        let seq_length = rows.iter().map(|row| row.ids.len()).max().unwrap_or(1).max(1);
+        let (ids, types, targets, lengths) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let mut batch = Self { ids, types, targets, lengths, seq_length };
+        for Spelt { ids, types, targets } in rows {
             batch.lengths.push(ids.len() as i32);
+            let cells = batch.lengths.len() * seq_length;
             batch.ids.extend(ids);
             batch.targets.extend(targets);
-            batch.ids.resize(batch.lengths.len() * seq_length, padding);
-            batch.targets.resize(batch.lengths.len() * seq_length, IGNORED_TARGET);
+            batch.ids.resize(cells, padding);
+            batch.targets.resize(cells, IGNORED_TARGET);
+            if typed {
+                batch.types.extend(types);
+                batch.types.resize(cells, 0);
+            }
         }
         batch
     }
@@ -43,6 +59,11 @@ impl UtteranceBatch {
     /// Pieces, in row-major order.
     pub fn ids(&self) -> &[i32] {
         &self.ids
+    }
+
+    /// The type of each piece; empty if words have no types.
+    pub fn types(&self) -> &[i32] {
+        &self.types
     }
 
     /// The intent in the first column of a row, the tag of each word at its first piece, and
@@ -95,6 +116,7 @@ impl UtteranceBatch {
         let cells = rows.start * self.seq_length..rows.end * self.seq_length;
         Self {
             ids: self.ids[cells.clone()].to_vec(),
+            types: self.types.get(cells.clone()).unwrap_or_default().to_vec(),
             targets: self.targets[cells].to_vec(),
             lengths: self.lengths[rows].to_vec(),
             seq_length: self.seq_length,
@@ -112,7 +134,13 @@ impl UtteranceBatch {
         // As one row, then reshaped: devices may pad the rows of a matrix.
         let row = |values: &[i32]| Tensor::<B, 1, Int>::from_data(values, device);
         let cells = |values: &[i32]| row(values).reshape([batch_size, seq_length]);
-        DeviceBatch { ids: cells(&self.ids), tags: cells(&tags), intents: cells(&intents), lengths: row(&self.lengths) }
+        DeviceBatch {
+            ids: cells(&self.ids),
+            types: (!self.types.is_empty()).then(|| cells(&self.types)),
+            tags: cells(&tags),
+            intents: cells(&intents),
+            lengths: row(&self.lengths),
+        }
     }
 }
 
@@ -121,6 +149,8 @@ impl UtteranceBatch {
 pub struct DeviceBatch<B: Backend> {
     /// Pieces, `[batch_size, seq_length]`.
     pub ids: Tensor<B, 2, Int>,
+    /// Types of pieces, `[batch_size, seq_length]`, if words have types.
+    pub types: Option<Tensor<B, 2, Int>>,
     /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size,
     /// seq_length]`.
     pub tags: Tensor<B, 2, Int>,
@@ -149,6 +179,7 @@ const WITHIN_ROWS: u64 = 1 << 63;
 struct Spelling {
     usual: Vec<u32>,
     letters: Vec<u32>,
+    kind: usize,
 }
 
 /// An utterance as spellings.
@@ -183,6 +214,7 @@ pub struct EncodedUtterances {
     cls: u32,
     sep: Option<u32>,
     pad: u32,
+    typed: bool,
     epoch: Mutex<Option<Epoch>>,
 }
 
@@ -214,6 +246,7 @@ impl EncodedUtterances {
             cls: pieces.cls(),
             sep: pieces.sep(),
             pad: pieces.pad(),
+            typed: labels.type_count() > 0,
             epoch: Mutex::new(None),
         };
         let mut known = HashMap::<&str, usize>::new();
@@ -223,7 +256,8 @@ impl EncodedUtterances {
             let mut row = Row { intent, words: Vec::new(), columns: Vec::new(), length: special };
             for (at, word) in utterance.words.iter().enumerate() {
                 let place = *known.entry(word).or_insert_with(|| {
-                    encoded.spellings.push(Spelling { usual: pieces.word(word), letters: pieces.letters(word) });
+                    let (usual, letters, kind) = (pieces.word(word), pieces.letters(word), labels.word_type(word));
+                    encoded.spellings.push(Spelling { usual, letters, kind });
                     encoded.spellings.len() - 1
                 });
                 let length = encoded.spellings[place].usual.len();
@@ -291,7 +325,7 @@ impl EncodedUtterances {
                 self.varied(&self.rows[*index], &mut rng, variation)
             })
             .collect();
-        UtteranceBatch::new(&rows, self.pad as i32)
+        UtteranceBatch::new(&rows, self.typed, self.pad as i32)
     }
 
     /// All utterances sorted by length in their usual spelling: their indices and the batch.
@@ -300,7 +334,7 @@ impl EncodedUtterances {
         order.sort_by_key(|index| self.rows[*index].length);
         let batch = |indices: &[usize]| {
             let rows: Vec<_> = indices.iter().map(|index| self.usual(&self.rows[*index])).collect();
-            (indices.to_vec(), UtteranceBatch::new(&rows, self.pad as i32))
+            (indices.to_vec(), UtteranceBatch::new(&rows, self.typed, self.pad as i32))
         };
         order.chunks(batch_size.max(1)).map(batch).collect()
     }
@@ -311,13 +345,18 @@ impl EncodedUtterances {
         by_length::epoch(&lengths, seed, epoch, batch_size)
     }
 
-    /// Pieces and targets of an unchanged utterance.
-    fn usual(&self, row: &Row) -> (Vec<i32>, Vec<i32>) {
-        self.written(row.intent, row.words.iter().map(|(place, tag)| (&self.spellings[*place].usual[..], *tag)))
+    /// An unchanged utterance.
+    fn usual(&self, row: &Row) -> Spelt {
+        self.spelt(row.intent, row.words.iter().map(|(place, tag)| self.usual_word(*place, *tag)))
     }
 
-    /// Pieces and targets of an augmented utterance.
-    fn varied(&self, row: &Row, rng: &mut Generator, variation: Variation) -> (Vec<i32>, Vec<i32>) {
+    fn usual_word(&self, place: usize, tag: i32) -> Written<'_> {
+        let Spelling { usual, kind, .. } = &self.spellings[place];
+        Written { pieces: usual, tag, kind: *kind }
+    }
+
+    /// An augmented utterance.
+    fn varied(&self, row: &Row, rng: &mut Generator, variation: Variation) -> Spelt {
         let usual = |words: &[(usize, i32)]| -> usize {
             words.iter().map(|(place, _)| self.spellings[*place].usual.len()).sum()
         };
@@ -337,37 +376,49 @@ impl EncodedUtterances {
         }
         words.extend_from_slice(&row.words[said..]);
 
+        // A word whose pieces are not its usual ones is as unknown as a new word.
+        let kind = if self.typed { UNKNOWN_TYPE } else { 0 };
         let unknown = [self.unknown];
-        let written: Vec<(&[u32], i32)> = words
+        let written: Vec<Written<'_>> = words
             .iter()
             .map(|(place, tag)| {
-                let Spelling { usual, letters } = &self.spellings[*place];
+                let Spelling { usual, letters, .. } = &self.spellings[*place];
                 let more = letters.len().saturating_sub(usual.len());
                 if rng.chance(variation.split_words) && more <= room {
                     room -= more;
-                    (&letters[..], *tag)
+                    Written { pieces: letters, tag: *tag, kind }
                 } else if rng.chance(variation.hide_words) {
-                    (&unknown[..], *tag)
+                    Written { pieces: &unknown, tag: *tag, kind }
                 } else {
-                    (&usual[..], *tag)
+                    self.usual_word(*place, *tag)
                 }
             })
             .collect();
-        self.written(row.intent, written.into_iter())
+        self.spelt(row.intent, written.into_iter())
     }
 
-    /// Pieces and targets of tagged words.
-    fn written<'a>(&self, intent: i32, words: impl Iterator<Item = (&'a [u32], i32)>) -> (Vec<i32>, Vec<i32>) {
-        let (mut ids, mut targets) = (vec![self.cls as i32], vec![intent]);
-        for (pieces, tag) in words {
-            targets.push(tag);
-            ids.extend(pieces.iter().map(|piece| *piece as i32));
-            targets.resize(ids.len(), IGNORED_TARGET);
+    /// Pieces, types and targets of tagged words.
+    fn spelt<'a>(&self, intent: i32, words: impl Iterator<Item = Written<'a>>) -> Spelt {
+        let mut spelt = Spelt { ids: vec![self.cls as i32], types: vec![0], targets: vec![intent] };
+        for Written { pieces, tag, kind } in words {
+            spelt.targets.push(tag);
+            spelt.types.push(kind as i32);
+            spelt.ids.extend(pieces.iter().map(|piece| *piece as i32));
+            spelt.targets.resize(spelt.ids.len(), IGNORED_TARGET);
+            spelt.types.resize(spelt.ids.len(), 0);
         }
-        ids.extend(self.sep.map(|sep| sep as i32));
-        targets.resize(ids.len(), IGNORED_TARGET);
-        (ids, targets)
+        spelt.ids.extend(self.sep.map(|sep| sep as i32));
+        spelt.targets.resize(spelt.ids.len(), IGNORED_TARGET);
+        spelt.types.resize(spelt.ids.len(), 0);
+        spelt
     }
+}
+
+/// A word as it is spelt in a batch.
+struct Written<'a> {
+    pieces: &'a [u32],
+    tag: i32,
+    kind: usize,
 }
 
 /// The positions of slot values among words with tag ids.
@@ -483,6 +534,41 @@ mod tests {
         let counted = (1..batch.seq_length()).filter(|column| batch.targets()[*column] != NO);
         assert_eq!(counted.collect::<Vec<_>>(), columns);
         assert_eq!(columns.iter().map(|column| batch.targets()[*column]).collect::<Vec<_>>(), [1, 2, 0]);
+    }
+
+    #[test]
+    fn the_type_of_a_word_is_at_its_first_piece() {
+        let labels = Labels::of(&utterances()).with_word_types(&utterances());
+        let samples = [utterance("song gnosy on", "B-song I-song O", "music"), utterance("on", "O", "light")];
+        let all = EncodedUtterances::new(&samples, &labels, &pieces(), 16).expect("room for words");
+        let batch = all.batches(2).remove(0).1;
+        assert_eq!(batch.batch_size() * batch.seq_length(), batch.types().len());
+        // Known: on, play, song.
+        let columns = [(0, vec![1], vec![2]), (1, all.word_columns(0).to_vec(), vec![4, 1, 2])];
+        for (row, columns, types) in columns {
+            let mut wanted = vec![0; batch.seq_length()];
+            columns.iter().zip(types).for_each(|(column, kind)| wanted[*column] = kind);
+            assert_eq!(batch.types()[row * batch.seq_length()..][..batch.seq_length()], wanted);
+            assert_eq!(batch.rows(row..row + 1).types(), wanted);
+        }
+        assert_eq!(batch.clone().split(2)[1].types(), batch.rows(1..2).types());
+        assert!(encoded(16).batches(4)[0].1.types().is_empty());
+        let there = batch.to_device::<NdArray>(&Default::default()).types.expect("types").into_data();
+        assert_eq!(there.iter::<i64>().map(|value| value as i32).collect::<Vec<_>>(), batch.types());
+    }
+
+    #[test]
+    fn hidden_words_and_those_in_letters_are_unknown() {
+        let labels = Labels::of(&utterances()).with_word_types(&utterances());
+        let all = EncodedUtterances::new(&utterances(), &labels, &pieces(), 64).expect("room for words");
+        for variation in [Variation { split_words: 0.999, ..AS_IT_IS }, Variation { hide_words: 0.999, ..AS_IT_IS }] {
+            let batch = all.batch(BatchKey::new(1, 0), 4, variation);
+            let types = batch.types().iter().filter(|kind| **kind > 0);
+            let unknown = types.clone().filter(|kind| **kind == 1).count();
+            assert!(unknown >= 7 && types.count() == 8, "{:?}", batch.types());
+        }
+        let usual = all.batch(BatchKey::new(1, 0), 4, AS_IT_IS);
+        assert!(usual.types().iter().all(|kind| *kind != 1));
     }
 
     #[test]

@@ -101,6 +101,10 @@ pub struct TransformerConfig {
     pub rotary_dim: Option<usize>,
     /// Number of token types with an embedding; 0 for none.
     pub token_types: usize,
+    /// How many tokens a convolution over the embeddings sees, an odd number; 0 for none. Its
+    /// result is added to the embeddings.
+    #[serde(default)]
+    pub convolution: usize,
     /// Causal or bidirectional.
     pub attention: AttentionDirection,
     /// Maximum keys that a query sees, its own included; if attention is bidirectional, on either
@@ -251,6 +255,8 @@ impl TransformerConfig {
         with_rotary_dim: rotary_dim, Option<usize>;
         /// With vectors for this many token types.
         with_token_types: token_types, usize;
+        /// With a convolution over the embeddings of this many tokens.
+        with_convolution: convolution, usize;
         /// Causal or bidirectional.
         with_attention: attention, AttentionDirection;
         /// With a window of keys.
@@ -356,6 +362,7 @@ impl TransformerConfig {
             ("head_dim", self.head_dim, 1 << 14),
             ("d_ff", self.d_ff, 1 << 24),
             ("context_length * head_dim", positions, 1 << 31),
+            ("convolution", self.convolution, 1 << 10),
         ] {
             if size > most {
                 return Err(ConfigError(format!("{name} ({size}) must be {most} at the most")));
@@ -414,6 +421,14 @@ impl TransformerConfig {
             (
                 self.token_types > 0 && self.attention == AttentionDirection::Causal,
                 "token_types is set, but attention is causal: token types belong to encoders".into(),
+            ),
+            (
+                self.convolution > 0 && self.convolution.is_multiple_of(2),
+                format!("convolution ({}) is even, but has a token in its middle", self.convolution),
+            ),
+            (
+                self.convolution > 0 && self.attention == AttentionDirection::Causal,
+                "convolution is set, but attention is causal: a convolution sees what follows".into(),
             ),
             (
                 self.residual_scaling && self.norm_placement == NormPlacement::Post,
@@ -522,6 +537,11 @@ mod tests {
         let base = TransformerConfig::gpt2(10, 8, 12, 1, 3);
         assert_eq!(base.validate(), Ok(()));
         let cases = [
+            (base.clone().with_convolution(3), ["convolution", "causal"]),
+            (
+                base.clone().with_attention(AttentionDirection::Bidirectional).with_convolution(2),
+                ["convolution", "even"],
+            ),
             (base.clone().with_n_kv_heads(2), ["n_heads", "n_kv_heads"]),
             (
                 base.clone()

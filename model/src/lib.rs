@@ -47,6 +47,7 @@ mod classifier;
 mod classifier_config;
 mod classifier_files;
 mod config;
+mod convolution;
 mod error;
 mod export;
 mod feed_forward;

@@ -11,6 +11,7 @@ impl TransformerConfig {
     /// mask skips (Chowdhery et al., 2022).
     pub fn training_flops(&self, seq_length: usize) -> f64 {
         let looked_up = if self.tied_embeddings { 0 } else { self.vocab_size * self.d_model };
+        let looked_up = looked_up + self.token_types * self.d_model;
         let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
         let products = self.active_parameters() - looked_up - positions;
         let of_pair = if self.attention == AttentionDirection::Causal { 6 } else { 12 };
@@ -44,7 +45,7 @@ impl TransformerConfig {
         self.n_layers * (attention + norms * norm) + feed_forward + norm + usize::from(self.embedding_norm) * norm
             - usize::from(!self.first_norm) * norm
             + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
-            + self.d_model * (self.intents + self.tags)
+            + self.d_model * (self.convolution * self.d_model + self.intents + self.tags)
             + self.classifier.as_ref().map_or(0, |classifier| classifier.parameter_count(self.d_model, self.norm_bias))
             + positions
     }

@@ -29,6 +29,7 @@ impl TransformerConfig {
             layers_without_positions: Vec::new(),
             rotary_dim: None,
             token_types: 0,
+            convolution: 0,
             attention: AttentionDirection::Causal,
             sliding_window: None,
             layer_windows: Vec::new(),

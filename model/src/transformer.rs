@@ -12,13 +12,14 @@ use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded,
     DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey,
     RotaryTable, SampledRows, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_log_probs,
-    head_logits, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    head_logits, head_loss, head_sample, head_sample_logits, linear, linear_add, norm, reshape,
 };
 
 use crate::block::Block;
 use crate::cache::{Cache, RowId, Weights};
 use crate::classifier::ClassifierHead;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
+use crate::convolution::around;
 use crate::feed_forward::{Dense, Projection, RouterLosses, Routing, RoutingRecord};
 use crate::heads::UtteranceHeads;
 use crate::linear::{Adapter, Linear};
@@ -35,6 +36,9 @@ pub struct Transformer<B: Backend> {
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
     /// Token type embeddings, `[token_types, d_model]`.
     pub token_type_embedding: Option<Param<Tensor<B, 2>>>,
+    /// A convolution over the embeddings, `[d_model, width * d_model]`, whose result is added to
+    /// them: columns are a token's neighbours from left to right.
+    pub convolution: Option<Param<Tensor<B, 2>>>,
     /// The norm of the embeddings, with post-norm blocks and ModernBERT's.
     pub embedding_norm: Option<LayerNorm<B>>,
     /// The blocks, in order.
@@ -197,11 +201,14 @@ impl TransformerConfig {
         let position_embedding = (self.positions == Positions::Learned).then(|| table(self.context_length));
         let token_type_embedding = (self.token_types > 0).then(|| table(self.token_types));
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
+        let convolution = (self.convolution > 0)
+            .then(|| init.matrix([self.d_model, self.convolution * self.d_model], self.init_deviation));
         let norm = |init: &Initializer<'_, B>| init.norm(self.d_model, self.norm, self.norm_bias, self.norm_epsilon);
         Ok(Transformer {
             embedding: embedding.into(),
             position_embedding,
             token_type_embedding,
+            convolution,
             embedding_norm: (self.embedding_norm || self.norm_placement == NormPlacement::Post).then(|| norm(init)),
             blocks: self.layers().map(|layer| Block::new(&layer, init)).collect(),
             final_norm: (self.norm_placement != NormPlacement::Post).then(|| norm(init)),
@@ -675,6 +682,9 @@ impl<B: Backend> Transformer<B> {
         if self.token_type_embedding.is_some() {
             return declined("token types");
         }
+        if self.convolution.is_some() {
+            return declined("a convolution");
+        }
         if self.has_adapters() {
             return declined("adapters");
         }
@@ -737,11 +747,31 @@ impl<B: Backend> Transformer<B> {
         (self.embedded(tokens, &pass), pass)
     }
 
+    /// The embeddings of the tokens that the convolution sees at each token: `[batch_size *
+    /// seq_length, width * d_model]`.
+    fn neighbours(&self, Tokens { ids, types, lengths, .. }: &Tokens<B>) -> Tensor<B, 2> {
+        let ([batch_size, seq_length], width) = (ids.dims(), self.config.convolution);
+        let padding = lengths.clone().map(|lengths| {
+            let columns = self.positions.clone().narrow(0, 0, seq_length).reshape([1, seq_length]);
+            columns.greater_equal(lengths.reshape([batch_size, 1]))
+        });
+        let mut x = embed(self.embedding.weight(), around(ids, width, padding.as_ref()), self.activations);
+        if self.config.embedding_multiplier != 1.0 {
+            x = x.mul_scalar(self.config.embedding_multiplier);
+        }
+        if let Some(table) = &self.token_type_embedding {
+            let types = types.clone().unwrap_or_else(|| ids.zeros_like());
+            x = embed_add(table.val(), around(&types, width, padding.as_ref()), x);
+        }
+        reshape(x, [batch_size * seq_length, width * self.config.d_model])
+    }
+
     /// The input of the first block of a pass.
     pub(crate) fn embedded(&self, tokens: Tokens<B>, pass: &Pass<B>) -> Tensor<B, 2> {
+        let _in_embedding = part("embedding");
+        let neighbours = self.convolution.as_ref().map(|weight| (self.neighbours(&tokens), weight.val()));
         let Tokens { ids, types, .. } = tokens;
         let [batch_size, seq_length] = ids.dims();
-        let _in_embedding = part("embedding");
         let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
         if self.config.embedding_multiplier != 1.0 {
             x = x.mul_scalar(self.config.embedding_multiplier);
@@ -752,6 +782,11 @@ impl<B: Backend> Transformer<B> {
         if let Some(table) = &self.token_type_embedding {
             let types = types.unwrap_or_else(|| ids.zeros_like());
             x = embed_add(table.val(), types, x);
+        }
+        if let Some((neighbours, weight)) = neighbours {
+            let rows = reshape(x, [batch_size * seq_length, self.config.d_model]);
+            let rows = linear_add(neighbours, weight, None, None, rows);
+            x = reshape(rows, [batch_size, seq_length, self.config.d_model]);
         }
         if let Some(weights) = &self.embedding_norm {
             x = norm(x, &weights.weights());

@@ -186,6 +186,8 @@ fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
         intents: (0..26).map(|intent| format!("intent-{intent}")).collect(),
         slots: (0..64).map(|slot| format!("slot-{slot}")).collect(),
         marks: Vec::new(),
+        // As the recipe has them.
+        words: (0..WORDS).map(word).collect(),
     };
     // [CLS] and [SEP] surround the words.
     let mut utterance = || Utterance {

@@ -203,7 +203,18 @@ impl<B: Backend> Predictor<B> {
         let lengths = TensorData::new(lengths, [windows.len()]);
         let ids = Tensor::<B, 2, Int>::from_data(ids, &self.device);
         let lengths = Tensor::<B, 1, Int>::from_data(lengths, &self.device);
-        let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths));
+        let mut tokens = Tokens::from(ids).with_lengths(lengths);
+        if self.labels.type_count() > 0 {
+            let mut types = vec![0; windows.len() * longest];
+            for (row, window) in windows.iter().enumerate() {
+                for (word, column) in window.words.iter().zip(&window.columns) {
+                    types[row * longest + column] = self.labels.word_type(&word.text) as i32;
+                }
+            }
+            let types = TensorData::new(types, [windows.len(), longest]);
+            tokens = tokens.with_types(Tensor::from_data(types, &self.device));
+        }
+        let hidden = self.model.forward(tokens);
         Predictions::read(heads(&self.model)?.logits(hidden))
     }
 }

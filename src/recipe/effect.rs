@@ -62,6 +62,9 @@ impl Recipe {
             }
             ("training", "masked") => (self.task == Masked, "hidden tokens (task masked)"),
             ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
+            ("data", "word_types") => {
+                (self.task == IntentSlot && self.init.is_none(), "utterances (task intent-slot) and a new model")
+            }
             ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
                 (self.task == IntentSlot, "utterances (task intent-slot)")
             }
@@ -118,6 +121,8 @@ mod tests {
             ("classify", &[("sample_tokens", "8")], "training.sample_tokens"),
             ("classify", &[("intent_weight", "0.5")], "training.intent_weight"),
             ("classify", &[("valid_tokens", "100")], "training.valid_tokens has no effect: it needs another task"),
+            ("stories", &[("word_types", "true")], "data.word_types has no effect: it needs utterances"),
+            ("intent-slot", &[("init", "model"), ("word_types", "true")], "a new model"),
         ] {
             let message = refused(recipe, settings);
             assert!(message.contains(wanted), "{settings:?}: {message}");

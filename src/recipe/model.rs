@@ -64,6 +64,10 @@ impl Recipe {
             true => TransformerConfig { dropout, ..base }.with_labels(self.sizes.labels.clone()),
             false => base,
         };
+        let base = match self.sizes.word_types {
+            0 => base,
+            types => base.with_token_types(types),
+        };
         // The preset's fields, overridden by the recipe's.
         let mut fields = serde_json::to_value(&base).map_err(|error| Failure::new(error.to_string()))?;
         if let Json::Object(fields) = &mut fields {

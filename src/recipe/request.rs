@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use fireclay_datasets::conversations::EMBEDDED_CHATS;
 use fireclay_model::LoraFiles;
 
-use super::schema::{EMBEDDED, Recipe};
+use super::schema::{EMBEDDED, EMBEDDED_PREFIX, Recipe};
 use super::task::TaskName;
 use crate::failure::Failure;
 use crate::precision::Precision;
@@ -94,7 +93,7 @@ impl RecipeRequest {
         if let Some(data) = &self.data {
             // A folder may have the name of an embedded source.
             let shown = data.display().to_string();
-            let is_folder = EMBEDDED.contains(&shown.as_str()) && shown != EMBEDDED_CHATS;
+            let is_folder = EMBEDDED.contains(&shown.as_str()) && !shown.starts_with(EMBEDDED_PREFIX);
             recipe.data.source = if is_folder { format!("./{shown}") } else { shown };
             recipe.data.corpora.clear();
         }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fireclay_datasets::STDIN;
 use fireclay_datasets::conversations::EMBEDDED_CHATS;
+use fireclay_datasets::{EMBEDDED_NAMES, STDIN};
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
@@ -15,7 +15,10 @@ use crate::failure::Failure;
 use crate::precision::Precision;
 
 /// Data embedded in the program.
-pub const EMBEDDED: [&str; 3] = ["stories", "home", EMBEDDED_CHATS];
+pub const EMBEDDED: [&str; 4] = ["stories", "home", EMBEDDED_CHATS, EMBEDDED_NAMES];
+
+/// How the names of embedded data begin that no folder can be confused with.
+pub(super) const EMBEDDED_PREFIX: &str = "embedded:";
 
 /// Tokenizers that a run trains itself.
 const MADE_TOKENIZERS: [&str; 4] = ["byte", "char", "bpe", "pieces"];
@@ -65,8 +68,8 @@ pub(super) fn is_unknown(sizes: &ModelSizes) -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataRecipe {
-    /// `stories`, `home` or `embedded:chats` for embedded data; else the path of a file, a folder or prepared
-    /// tokens. Empty if it has to be given.
+    /// `stories`, `home`, `embedded:chats` or `embedded:names` for embedded data; else the path of a
+    /// file, a folder or prepared tokens. Empty if it has to be given.
     pub source: String,
     /// Several sources instead of one, each with its sampling weight.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
@@ -83,6 +86,9 @@ pub struct DataRecipe {
     pub bpe_size: usize,
     /// Vocabulary size of `pieces`.
     pub pieces: usize,
+    /// Whether each word that utterances of the training part have more than once has an embedding,
+    /// next to those of its pieces, and all other words share one.
+    pub word_types: bool,
     /// Share of the data that is held out.
     pub holdout: f64,
     /// What is held out: the end of the data, or documents chosen at random.
@@ -128,6 +134,7 @@ impl Default for DataRecipe {
             tokenizer: "byte".into(),
             bpe_size: 4096,
             pieces: 2000,
+            word_types: false,
             holdout: 0.1,
             holdout_by: HoldoutBy::Tail,
             documents_apart: false,

@@ -79,6 +79,9 @@ pub struct ModelSizes {
     /// Labels of texts; empty for none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub labels: Vec<String>,
+    /// Number of types of words; 0 for none.
+    #[serde(default)]
+    pub word_types: usize,
 }
 
 impl ModelSizes {
@@ -89,12 +92,13 @@ impl ModelSizes {
             intents: labels.intents.len(),
             tags: labels.tag_count(),
             labels: Vec::new(),
+            word_types: labels.type_count(),
         }
     }
 
     /// Refuses a model that is too small.
     pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
-        let Self { vocab_size, intents, tags, labels } = self;
+        let Self { vocab_size, intents, tags, labels, word_types } = self;
         if vocab_size > config.vocab_size {
             let known = config.vocab_size;
             return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
@@ -109,6 +113,10 @@ impl ModelSizes {
         if labels != own {
             let shown = |labels: &[String]| format!("{} labels ({})", labels.len(), labels.join(", "));
             return Err(Failure::new(format!("the data has {}, but the model {}", shown(&labels), shown(own))));
+        }
+        if word_types > 0 && word_types != config.token_types {
+            let known = config.token_types;
+            return Err(Failure::new(format!("{LABELS} has {word_types} types of words, but the model {known}")));
         }
         Ok(())
     }

@@ -7,13 +7,14 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{
-    BatchKey, EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation,
+    BatchKey, EMBEDDED_NAMES, EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances,
+    Variation,
 };
 use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceTargets};
 
 use super::counts::TargetCounts;
-use super::scores::{ClassificationReport, Prediction};
+use super::scores::{ClassificationReport, Prediction, TrainedValues};
 use super::validation::{Validation, ValidationOutput};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
@@ -28,6 +29,7 @@ pub struct IntentSlot {
     train: EncodedUtterances,
     valid: HeldOut,
     test: HeldOut,
+    trained: TrainedValues,
 }
 
 /// Utterances for evaluation.
@@ -52,13 +54,13 @@ impl IntentSlot {
         seq_length: usize,
     ) -> Result<Self, Failure> {
         let encode = |part: &[Utterance]| EncodedUtterances::new(part, &labels, &pieces, seq_length);
-        let train = encode(&utterances.train)?;
+        let (train, trained) = (encode(&utterances.train)?, TrainedValues::of(&utterances.train));
         let held_out = |part: Vec<Utterance>| {
             let encoded = encode(&part)?;
             Ok::<_, Failure>(HeldOut { utterances: part, encoded })
         };
         let (valid, test) = (held_out(utterances.valid)?, held_out(utterances.test)?);
-        Ok(Self { labels, pieces, train, valid, test })
+        Ok(Self { labels, pieces, train, valid, test, trained })
     }
 
     /// The utterances of `recipe`, with the labels of their training split.
@@ -77,6 +79,15 @@ impl IntentSlot {
             (None, file) => PieceTokenizer::load(Path::new(file))?,
         };
         let labels = Labels::of(&utterances.train);
+        let labels = match &recipe.init {
+            None if recipe.data.word_types => labels.with_word_types(&utterances.train),
+            None => labels,
+            // A pretrained model has its types.
+            Some(model) => match model.join(LABELS) {
+                file if file.exists() => labels.with_types_of(read_labels(&file)?),
+                _ => labels,
+            },
+        };
         Self::new(utterances, labels, pieces, recipe.training.seq_length)
     }
 
@@ -105,9 +116,13 @@ impl IntentSlot {
             cut => format!(" ({cut} are truncated to {seq_length} pieces)"),
         };
         let steps = training.steps;
+        let words = match self.labels.words.len() {
+            0 => String::new(),
+            words => format!(" and of {words} words that occur more than once"),
+        };
         format!(
-            "vocabulary of {known} pieces; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
-             utterances"
+            "vocabulary of {known} pieces{words}; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} \
+             steps of {rows} utterances"
         )
     }
 
@@ -170,7 +185,7 @@ impl IntentSlot {
             sum = sum + heads.loss(hidden.clone(), targets, weights, HeadLossOptions::new());
             predicted.read(indices, heads.logits(hidden))?;
         }
-        let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
+        let report = self.report(&self.valid, predicted);
         let validation = Validation { scores: Some(report.scores), ..Validation::of_loss(read_scalars(vec![sum])?[0]) };
         Ok(ValidationOutput { validation, confusions: report.confusions })
     }
@@ -190,7 +205,11 @@ impl IntentSlot {
             let (hidden, _) = encode(batch, device, |tokens| model.forward(tokens));
             predicted.read(indices, heads.logits(hidden))?;
         }
-        Ok(ClassificationReport::new(&self.test.utterances, &predicted.finish(&self.test.utterances)))
+        Ok(self.report(&self.test, predicted))
+    }
+
+    fn report(&self, HeldOut { utterances, .. }: &HeldOut, predicted: PredictedTags<'_>) -> ClassificationReport {
+        ClassificationReport::new(utterances, &predicted.finish(utterances), &self.trained)
     }
 }
 
@@ -198,6 +217,7 @@ impl IntentSlot {
 fn utterances(recipe: &Recipe) -> Result<Utterances, Failure> {
     match recipe.data.source.as_str() {
         "home" => Ok(Utterances::home()),
+        EMBEDDED_NAMES => Ok(Utterances::names()),
         "" => Err(recipe.lacks_data("utterances")),
         folder => Ok(Utterances::read(Path::new(folder))?),
     }
@@ -210,7 +230,11 @@ fn encode<B: Backend>(
     forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
 ) -> (Tensor<B, 3>, UtteranceTargets<B>) {
     let batch = batch.to_device::<B>(device);
-    let hidden = forward(Tokens::from(batch.ids).with_lengths(batch.lengths));
+    let tokens = Tokens::from(batch.ids).with_lengths(batch.lengths);
+    let hidden = forward(match batch.types {
+        Some(types) => tokens.with_types(types),
+        None => tokens,
+    });
     (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
 }
 

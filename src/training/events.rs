@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::failure::Failure;
 use crate::inference::class_report::ClassScores;
 use crate::tasks::rewards::Rewards;
-use crate::tasks::scores::Scores;
+use crate::tasks::scores::{ClassificationReport, Scores, SpanCounts};
 use crate::tasks::validation::Validation;
 use crate::training::expert_balance::ExpertBalance;
 
@@ -159,10 +159,37 @@ pub(crate) fn add_answer_accuracy(line: &mut Value, name: &str, percent: Option<
     }
 }
 
+/// Adds a test report to a line, in percent: its scores, F1 of the values that fill their slot in
+/// training and of those that do not, the share of the latter, and the same for each slot.
+pub(crate) fn add_test(line: &mut Value, report: Option<&ClassificationReport>) {
+    let Some(report) = report else { return };
+    add_scores(line, Some(report.scores));
+    let (seen, unseen) = report.seen_and_unseen();
+    line["slot_f1_seen"] = rounded(seen.f1());
+    line["slot_f1_unseen"] = rounded(unseen.f1());
+    line["unseen_values"] = rounded(unseen.share_of(seen));
+    let f1 = |counts: SpanCounts| (counts.present > 0).then(|| rounded(counts.f1()));
+    for (slot, all) in &report.slots {
+        let (seen, unseen) = report.seen_and_unseen_of(slot);
+        line["slots"][slot] = json!({
+            "present": all.present,
+            "f1": rounded(all.f1()),
+            "f1_seen": f1(seen),
+            "f1_unseen": f1(unseen),
+            "unseen_values": rounded(unseen.share_of(seen)),
+            "open": report.is_open(slot),
+        });
+    }
+}
+
+/// To three digits after the point.
+fn rounded(number: f64) -> Value {
+    json!((number * 1e3).round() / 1e3)
+}
+
 /// Adds scores to a line, in percent.
 pub(crate) fn add_scores(line: &mut Value, scores: Option<Scores>) {
     if let Some(Scores { intent_accuracy, slot_f1, sentence_accuracy }) = scores {
-        let rounded = |percent: f64| json!((percent * 1e3).round() / 1e3);
         line["intent_accuracy"] = rounded(intent_accuracy);
         line["slot_f1"] = rounded(slot_f1);
         line["sentence_accuracy"] = rounded(sentence_accuracy);

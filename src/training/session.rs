@@ -17,7 +17,7 @@ use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::TestReport;
 use crate::tasks::validation::{Validation, ValidationOutput};
 use crate::training::checkpoint::{self, Best, RunState};
-use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_class_scores, add_rewards, add_scores};
+use crate::training::events::{Event, MemoryUse, Sink, add_answer_accuracy, add_class_scores, add_rewards, add_test};
 use crate::training::origin::Origin;
 use crate::training::trainer::{StepFigures, StepOutput, Trainer, read_figures};
 use crate::training::watchdog::Watchdog;
@@ -391,7 +391,7 @@ impl<B: Backend> Session<B> {
             summary["source_entropy"] = json!(rounded(entropy));
         }
         match &self.test {
-            Some(TestReport::Utterances(report)) => add_scores(&mut summary, Some(report.scores)),
+            Some(TestReport::Utterances(report)) => add_test(&mut summary, Some(report)),
             Some(TestReport::Classes(report)) => add_class_scores(&mut summary, Some(report.scores)),
             None => {}
         }

@@ -41,6 +41,7 @@ mod scheduling;
 mod serving;
 #[path = "../parity/skip.rs"]
 mod skip;
+mod tagger;
 mod templates;
 mod traffic;
 mod utterances;

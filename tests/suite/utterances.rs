@@ -120,13 +120,14 @@ fn spans_are_counted_as_seqeval_and_conlleval_count_them() {
     let cases: Value = serde_json::from_str(&fs::read_to_string(file).expect("goldens")).expect("JSON");
     let cases = cases.as_array().expect("a list");
     assert!(cases.len() >= 30);
+    let none = scores::TrainedValues::default();
     for case in cases {
         let sequences =
             |name: &str| -> Vec<Vec<String>> { serde_json::from_value(case[name].clone()).expect("sequences of tags") };
         let expected =
             sequences("meant").into_iter().map(|tags| Utterance { words: tags.clone(), tags, intent: "same".into() });
         let predicted = sequences("heard").into_iter().map(|tags| scores::Prediction { intent: "same".into(), tags });
-        let report = ClassificationReport::new(&expected.collect::<Vec<_>>(), &predicted.collect::<Vec<_>>());
+        let report = ClassificationReport::new(&expected.collect::<Vec<_>>(), &predicted.collect::<Vec<_>>(), &none);
         let f1 = case["f1"].as_f64().expect("a number");
         assert!((report.scores.slot_f1 - f1).abs() < 1e-6, "{} instead of {f1} in {case}", report.scores.slot_f1);
         for (slot, wanted) in case["slots"].as_object().expect("slots") {
@@ -138,7 +139,7 @@ fn spans_are_counted_as_seqeval_and_conlleval_count_them() {
     }
 }
 
-const SMALL: [&str; 14] = [
+pub(crate) const SMALL: [&str; 14] = [
     "--set",
     "d_model=16",
     "--set",
@@ -155,7 +156,7 @@ const SMALL: [&str; 14] = [
     "intent-slot",
 ];
 
-fn done_line(output: &Output) -> Value {
+pub(crate) fn done_line(output: &Output) -> Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let stdout = String::from_utf8_lossy(&output.stdout);
     serde_json::from_str(stdout.lines().last().expect("a last line")).expect("JSON")
@@ -169,6 +170,16 @@ fn training_on_utterances_ends_with_the_scores_of_the_test_data() {
     for key in ["train_loss", "valid_loss", "intent_accuracy", "slot_f1", "sentence_accuracy", "tokens_per_second"] {
         assert!(done[key].as_f64().is_some_and(f64::is_finite), "{key} in {done}");
     }
+    for key in ["slot_f1_seen", "slot_f1_unseen", "unseen_values"] {
+        assert!(done[key].as_f64().is_some_and(f64::is_finite), "{key} in {done}");
+    }
+    let slots = done["slots"].as_object().expect("an object per slot");
+    let present = slots.values().map(|slot| slot["present"].as_f64().expect("a count"));
+    let unseen = slots
+        .values()
+        .map(|slot| slot["present"].as_f64().expect("a count") * slot["unseen_values"].as_f64().expect("a percentage"));
+    let share = unseen.sum::<f64>() / present.sum::<f64>();
+    assert!((share - done["unseen_values"].as_f64().expect("a percentage")).abs() < 0.01, "{share} in {done}");
     for name in ["config.json", "model.safetensors", "tokenizer.json", "labels.json", "metrics.jsonl", "loss.svg"] {
         assert!(out.join(name).exists(), "{name}");
     }
@@ -204,7 +215,7 @@ fn several_seeds_are_reported_as_mean_and_deviation() {
     };
     let (each, trained, done) = seeds("2");
     assert_eq!((each.len(), trained, done["seeds"].as_u64()), (2, 12, Some(2)), "{done}");
-    for key in ["intent_accuracy", "slot_f1", "sentence_accuracy", "valid_loss"] {
+    for key in ["intent_accuracy", "slot_f1", "slot_f1_unseen", "sentence_accuracy", "valid_loss"] {
         let [first, second] = [0, 1].map(|seed| each[seed][key].as_f64().expect("a number"));
         let (mean, deviation) = (done[key]["mean"].as_f64(), done[key]["std"].as_f64());
         assert!((mean.expect("a mean") - (first + second) / 2.0).abs() < 1e-9, "{key} in {done}");

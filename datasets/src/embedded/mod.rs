@@ -2,4 +2,5 @@
 
 pub(crate) mod chats;
 pub(crate) mod home;
+pub(crate) mod names;
 pub(crate) mod stories;

@@ -9,7 +9,10 @@ use fireclay_kernels::{
 use crate::backend_test;
 use crate::compare::{Tolerance, assert_close, random, tolerance};
 use crate::formats::matrix;
-use crate::harness::{assert_parity, half_or_single, integers, strided, vector, with_gradients};
+use crate::harness::{
+    assert_parity, assert_parity_within, dtype_under_test, half_or_single, integers, strided, tolerance_under_test,
+    vector, with_gradients,
+};
 use crate::plain;
 
 const SWIGLU: Activation = Activation { kind: ActivationKind::Silu, gated: true };
@@ -125,16 +128,32 @@ fn plain_experts_of<B: Backend>(
     sum
 }
 
+/// Two products in a row round twice. Where values are clamped, those near the limit may be clamped
+/// or not once they are rounded to 16 bits, which changes their gradients as a whole.
+fn tolerance_of<B: Backend>(case: Case, device: &B::Device) -> Tolerance {
+    let tolerance = tolerance_under_test::<B>(device).times(2.0);
+    let clamped = case.limit.is_some() && dtype_under_test::<B>(device) != DType::F32;
+    if clamped { tolerance.at_least(1e-1) } else { tolerance }
+}
+
 fn assert_case<B: Backend>(case: Case, routing: Routing, device: &B::Device) {
     let all = inputs::<B>(case, device);
     let [x, weights, up, down, up_bias, down_bias] = all;
     let all = [strided(x), strided(weights), strided(up), strided(down), up_bias, down_bias];
     let chosen = integers::<Autodiff<B>, 2>(routing.chosen(case), [case.tokens, case.k], device);
     let what = format!("experts {case:?}, {routing:?}");
-    assert_parity(&what, &all, |i| experts_of(i, &chosen, case, true), |i| plain_experts_of(i, &chosen, case, true));
+    let tolerance = tolerance_of::<B>(case, device);
+    assert_parity_within(
+        tolerance,
+        &what,
+        &all,
+        |i| experts_of(i, &chosen, case, true),
+        |i| plain_experts_of(i, &chosen, case, true),
+    );
     let fixed = [&all[4], &all[5]].map(|x| Tensor::<Autodiff<B>, 2>::from_inner(x.clone()));
     let with_fixed = |i: &[Tensor<Autodiff<B>, 2>]| [i, &fixed[..]].concat();
-    assert_parity(
+    assert_parity_within(
+        tolerance,
         &format!("{what}, without biases"),
         &all[..4],
         |i| experts_of(&with_fixed(i), &chosen, case, false),
