@@ -11,6 +11,7 @@ use fireclay::inference::prediction::Predictor;
 use fireclay::plots::confusion_matrix;
 use fireclay::precision::Precision;
 use fireclay::recipe::Recipe;
+use fireclay::tasks::TestReport;
 use fireclay::training::Trainer;
 
 type B = NdArray;
@@ -29,7 +30,7 @@ fn main() -> Result<(), Failure> {
     let folder = Path::new("target/utterances");
     trainer.save(folder)?;
 
-    if let Some(report) = trainer.test(None)? {
+    if let Some(TestReport::Utterances(report)) = trainer.test(None)? {
         println!(
             "{:.1}% of the intents are right, slots have F1 {:.1}",
             report.scores.intent_accuracy, report.scores.slot_f1
