@@ -9,7 +9,7 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay::model_folder::{ModelSource, merge};
 use fireclay::training::optim::ParameterGradients;
 use fireclay_datasets::{Tokenizer, TokenizerKind};
-use fireclay_kernels::{Backend, Format, GroupedFormat, HeadLossOptions, backward};
+use fireclay_kernels::{Backend, Format, HeadLossOptions, backward};
 use fireclay_model::{AdapterSaver, Family, LoraFiles, ModelFolder, Transformer, trained_parameters};
 use serde_json::Value;
 
@@ -229,13 +229,15 @@ fn merging_reports_the_divergence_of_each_precision_from_the_adapter() {
     let base = ModelFolder::new(base).load::<NdArray>(&device).expect("a model");
     let wanted = logits(base.with_lora(Family::Llama, files.config(), Some(&files), 0).expect("the adapter fits"));
     let merged = ModelFolder::new(place.join("merged"));
-    for (name, format) in [("bf16", Format::Bf16), ("int8", Format::Int8), ("nf4", Format::Grouped(GroupedFormat::Nf4))]
-    {
+    for (name, format) in [("bf16", Format::Bf16), ("int8", Format::Int8)] {
         let own = logits(merged.load_in::<NdArray>(format, &mut |_, _| {}, &device).expect("a model"));
         let wanted = divergence(&wanted, &own, 61);
         let told = told["divergence"][name].as_f64().expect("a divergence");
         assert!(wanted > 1e-8 && (told - wanted).abs() < 0.02 * wanted + 1e-7, "{name}: {told}, not {wanted}");
     }
-    let as_written = told["divergence"]["f32"].as_f64().expect("a divergence");
-    assert!(as_written.abs() < 1e-6, "{as_written}");
+    // Rows of this model are too short for the groups of NF4, and stay as they are.
+    for name in ["f32", "nf4"] {
+        let told = told["divergence"][name].as_f64().expect("a divergence");
+        assert!(told.abs() < 1e-6, "{name}: {told}");
+    }
 }
