@@ -95,7 +95,7 @@ def test_utterances_are_predicted_as_on_the_command_line(home: Path, command: Co
 def test_labels_are_predicted_as_on_the_command_line(command: Command, tmp_path: Path) -> None:
     records = [{"text": f"the kiln is {label} today", "label": label} for label in ("hot", "cold")] * 10
     (tmp_path / "kilns.json").write_text(json.dumps(records))
-    shape = {"d_model": 32, "n_layers": 1, "n_heads": 2, "pieces": 60, "seq_length": 16}
+    shape: dict[str, Any] = {"d_model": 32, "n_layers": 1, "n_heads": 2, "pieces": 60, "seq_length": 16}
     run = fireclay.train(
         task="classify", data=tmp_path / "kilns.json", backend=BACKEND, out=tmp_path / "run", steps=3, **shape
     )
