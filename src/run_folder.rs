@@ -3,7 +3,7 @@
 //! ```text
 //! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json and done.json if any
 //! run.json  metrics.jsonl                            the record of the run, and its metrics
-//! report.html  loss.svg  confusion.svg  tensorboard/ the same as pages and plots; confusion.svg for utterances and labels
+//! report.html  loss.svg  confusion.svg  tensorboard/ the same as pages and plots; confusion.svg where there are labels
 //! training/step-00000500/                            the last few checkpoints, each a model folder with
 //!     optimizer.safetensors  state.json              the optimizer's moments and everything else
 //! training/run.lock                                  held by the process that trains

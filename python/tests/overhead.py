@@ -74,7 +74,8 @@ def main() -> None:
         rates["generate"].append(ours.decode_tokens_per_second)
         rates["call"].append(100 * (seconds - ours.prefill_seconds - ours.decode_seconds) / seconds)
     model.close()
-    run = ["train", "stories", "--steps", str(WARM_UP + steps), "--set", "context_length=512", "--set", "valid_every=100000"]
+    run = ["train", "stories", "--steps", str(WARM_UP + steps)]
+    run += ["--set", "context_length=512", "--set", "valid_every=100000"]
     run += ["--set", "valid_tokens=500", "--set", "final_valid_tokens=500", "--set", "checkpoint_every=100000"]
     run += [word for setting in settings for word in ("--set", setting)]
     for _ in range(TURNS):

@@ -88,7 +88,8 @@ impl Task {
     }
 
     /// Validates `model`: on about `tokens` held-out tokens of a language task, of which each rank of
-    /// `collective` reads a share, and on all utterances or texts otherwise. Preferences are measured against `reference`.
+    /// `collective` reads a share, and on all utterances or texts otherwise. Preferences are measured
+    /// against `reference`.
     ///
     /// # Errors
     /// If the device fails, or there is no reference and the task has one.
