@@ -186,7 +186,12 @@ impl LabelledTexts {
         }
         let wrong = |what: &str| format!("has a label '{}' that is {what}, not a string or integer", self.label_field);
         let label = match find(record, &self.label_field) {
-            Some(Value::String(label)) => Some(label.trim().to_string()).filter(|label| !label.is_empty()),
+            // Cells of CSV and TSV are strings.
+            Some(Value::String(label)) => {
+                let label = label.trim();
+                let missing = label.is_empty() || label.parse::<i64>().is_ok_and(|number| number < 0);
+                (!missing).then(|| label.to_string())
+            }
             Some(Value::Bool(label)) => Some(label.to_string()),
             Some(Value::Number(label)) => match label.as_i64() {
                 Some(label) => (label >= 0).then(|| label.to_string()),
@@ -337,6 +342,22 @@ mod tests {
             read.label_names = names.iter().map(|name| (*name).to_string()).collect();
             assert!(!read.take_names());
             assert_eq!(shown(&read.train)[0], "1: well made");
+        }
+    }
+
+    #[test]
+    fn a_negative_label_counts_as_none_in_every_format() {
+        for (name, text) in [
+            ("a.csv", "text,label\nfirst,-1\nsecond,0\n"),
+            (
+                "a.jsonl",
+                "{\"text\": \"first\", \
+            \"label\": -1}\n{\"text\": \"second\", \"label\": 0}\n",
+            ),
+        ] {
+            let (_folder, path) = file(name, text);
+            let read = LabelledTexts::read(&path, "", "").expect("records");
+            assert_eq!((shown(&read.train), read.left_out), (vec!["0: second".to_string()], 1), "{name}");
         }
     }
 

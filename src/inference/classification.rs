@@ -292,7 +292,7 @@ pub(crate) fn describe(texts: &LabelledTexts, data: &Path) {
     let LabelledTexts { text_field, label_field, left_out, other_files, .. } = texts;
     let mut told = format!("{}: texts in the field '{text_field}', labels in '{label_field}'", data.display());
     if *left_out > 0 {
-        told += &format!("; {left_out} records without text or label are left out");
+        told += &format!("; {left_out} records without a text, or whose label is missing or negative, are left out");
     }
     let mut names = other_files.iter().filter_map(|file| file.file_name()).map(|name| name.to_string_lossy());
     if let Some(first) = names.next() {

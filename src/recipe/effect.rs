@@ -49,6 +49,9 @@ impl Recipe {
             ("data", "corpora" | "holdout_by" | "resize_embedding") => {
                 (matches!(self.task, Language | Masked), "text (task language or masked)")
             }
+            ("model", "choice_bias") if self.init.is_none() => {
+                (false, "an update by the experts' loads, which training does not have")
+            }
             ("training", "balance_loss" | "router_z_loss") => (
                 self.init.is_some() || self.has_experts(),
                 "a mixture of experts (model.experts and model.experts_per_token)",
@@ -121,6 +124,11 @@ mod tests {
             ("classify", &[("sample_tokens", "8")], "training.sample_tokens"),
             ("classify", &[("intent_weight", "0.5")], "training.intent_weight"),
             ("classify", &[("valid_tokens", "100")], "training.valid_tokens has no effect: it needs another task"),
+            (
+                "stories",
+                &[("experts", "4"), ("experts_per_token", "2"), ("choice_bias", "true")],
+                "model.choice_bias has no effect",
+            ),
             ("stories", &[("word_types", "true")], "data.word_types has no effect: it needs utterances"),
             ("intent-slot", &[("init", "model"), ("word_types", "true")], "a new model"),
         ] {

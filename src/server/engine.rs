@@ -114,6 +114,12 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
         match config.attention {
             AttentionDirection::Causal => {
                 let ServerOptions { limits, adapters, .. } = &self.shared.options;
+                if let Some(own) = self.model.adapter().filter(|_| !adapters.is_empty()) {
+                    let own = own.display();
+                    return Err(Failure::usage(format!(
+                        "--model is itself an adapter: name its base model, and --adapter {own} with the others"
+                    )));
+                }
                 // Before the model takes its time to load.
                 adapters.iter().try_for_each(|(_, folder)| shared_adapter(folder).map(drop))?;
                 let cache = limits.cache;
@@ -168,7 +174,14 @@ impl<R: FnOnce()> Engine<R> {
         // The models share the memory for keys and values.
         let lengths = || std::iter::repeat_n(context, rows);
         let cache_tokens = limits.cache_tokens.unwrap_or_else(|| generators[0].cache_tokens(rows, lengths()));
-        let cache_tokens = cache_tokens / generators.len();
+        let (count, cache_tokens) = (generators.len(), cache_tokens / generators.len());
+        if count > 1 && cache_tokens < context {
+            return Err(Failure::usage(format!(
+                "{count} models have {cache_tokens} tokens of the KV cache each, less than a sequence of {context}: set \
+                 --context {cache_tokens} or less, or --cache-tokens {} or more",
+                count * context
+            )));
+        }
         let mut models: Vec<(Generator<B>, Scheduler<B>)> = generators
             .into_iter()
             .map(|generator| {
@@ -195,8 +208,13 @@ impl<R: FnOnce()> Engine<R> {
         self.begin(Served::Generators(served));
         let Self { shared, ready, .. } = self;
         ready();
-        let mut sequences =
-            Sequences { shared: &shared, models: &mut models, jobs: HashMap::new(), preempted: HashMap::new() };
+        let mut sequences = Sequences {
+            shared: &shared,
+            models: &mut models,
+            jobs: HashMap::new(),
+            preempted: HashMap::new(),
+            begun: 0,
+        };
         let served = sequences.serve();
         let end = || served.clone().map_or_else(SequenceEvent::Failed, |()| SequenceEvent::Stopping);
         // The client may be gone.
@@ -278,11 +296,15 @@ struct Sequences<'a, B: Backend> {
     jobs: HashMap<SequenceId, Waiting>,
     /// Preempted sequences that wait in the queue.
     preempted: HashMap<SequenceId, Waiting>,
+    /// Number of sequences that began.
+    begun: u64,
 }
 
 /// The channel of a sequence, and its output since the last event.
 struct Waiting {
     client: Client,
+    /// Its place among all sequences that began.
+    arrival: u64,
     /// Prompt tokens.
     prompt: usize,
     events: UnboundedSender<SequenceEvent>,
@@ -352,8 +374,9 @@ impl<B: Backend> Sequences<'_, B> {
             let Some(most) = beyond.map(|(client, _)| *client) else { return Ok(()) };
             let Some((client, job)) = self.shared.queue.pop_of(below) else { return Ok(()) };
             while self.jobs.len() >= rows && held.get(&most).is_some_and(|held| *held > share) {
-                let last = self.jobs.iter().filter(|(_, job)| job.client == most).map(|(id, _)| *id).max();
-                let Some(id) = last else { break };
+                let own = self.jobs.iter().filter(|(_, job)| job.client == most);
+                let Some((id, _)) = own.max_by_key(|(_, job)| job.arrival) else { break };
+                let id = *id;
                 *held.entry(most).or_default() -= 1;
                 if self.models[id.0].1.pause(id.1)?
                     && let Some(text) = self.jobs.remove(&id)
@@ -378,7 +401,9 @@ impl<B: Backend> Sequences<'_, B> {
                 let prompt = request.prompt.len();
                 match self.models[model].1.add_filtered(request, filter) {
                     Ok(id) => {
-                        let waiting = Waiting { client, prompt, events, new: NewTokens::default(), sent: None };
+                        let (new, arrival) = (NewTokens::default(), self.begun);
+                        self.begun += 1;
+                        let waiting = Waiting { client, arrival, prompt, events, new, sent: None };
                         self.jobs.insert((model, id), waiting);
                     }
                     Err(failure) => drop(events.send(SequenceEvent::Failed(failure))),

@@ -298,9 +298,13 @@ fn known_labels(folder: &Path) -> Result<Option<Vec<String>>, Failure> {
     Ok(config.classifier.map(|head| head.labels))
 }
 
-/// Whether labels of data are those of a model, in any order: by name, or all its numbers.
+/// Whether labels of data are those of a model, in any order: by name, or all its numbers, unless
+/// its names are numbers themselves.
 fn are_same(labels: &[String], known: &[String]) -> bool {
-    let numbers = || labels.iter().zip(0..).all(|(label, at)| *label == usize::to_string(&at));
+    let numbers = || {
+        labels.iter().zip(0..).all(|(label, at)| *label == usize::to_string(&at))
+            && known.iter().all(|label| label.parse::<i64>().is_err())
+    };
     labels.len() == known.len() && (labels.iter().all(|label| known.contains(label)) || numbers())
 }
 
@@ -333,5 +337,7 @@ mod tests {
         for other in [&["0", "2"][..], &["1", "2"], &["no", "maybe"], &["no"], &["0", "1", "2"]] {
             assert!(!are_same(&owned(other), &known), "{other:?}");
         }
+        // Stars from 1 to 3 are not the numbers of labels.
+        assert!(!are_same(&owned(&["0", "1", "2"]), &owned(&["1", "2", "3"])));
     }
 }

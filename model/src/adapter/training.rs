@@ -267,6 +267,12 @@ impl<B: Backend> Transformer<B> {
                         tensor.name
                     ));
                 }
+                if tensor.path.contains(".experts.") {
+                    return Err(format!(
+                        "{} is of a mixture of experts: it cannot be trained whole with an adapter",
+                        tensor.name
+                    ));
+                }
                 if tensor.rows.is_some() || tensor.transposed || tensor.stacked.is_some() {
                     return Err(format!(
                         "{} is a part of {}: it cannot be trained whole with an adapter",

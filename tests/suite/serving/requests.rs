@@ -278,16 +278,21 @@ fn a_hangup_has_keys_and_certificate_read_again() {
     assert_eq!(status("second"), 200);
 }
 
-#[test]
-fn several_adapters_share_one_model_and_each_is_served_by_its_name() {
+/// A folder with the golden Llama, and a character for each of its tokens.
+fn base_with_tokenizer() -> tempfile::TempDir {
     let base = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(folder("llama").join(file), base.path().join(file)).expect("a writable folder");
     }
-    // A character for each of the model's tokens.
     let characters: String = ('!'..).take(61).collect();
     let tokenizer = Tokenizer::train(TokenizerKind::Char, &characters).expect("a tokenizer");
     tokenizer.save(&base.path().join("tokenizer.json")).expect("a writable folder");
+    base
+}
+
+#[test]
+fn several_adapters_share_one_model_and_each_is_served_by_its_name() {
+    let base = base_with_tokenizer();
     let adapters = ["llama", "llama_dora"].map(|name| folder("adapters").join(name));
     let [plain, dora] = adapters.each_ref().map(|adapter| adapter.to_str().expect("a text"));
     let asked = |model: &str| json!({ "model": model, "prompt": "A5K", "max_tokens": 12, "temperature": 0 });
@@ -342,4 +347,14 @@ fn adapters_that_cannot_share_a_model_are_refused() {
     assert!(said.contains("whole") && said.contains("fireclay merge"), "{said}");
     let twice = [format!("a={saved}"), format!("a={saved}")];
     assert_refused(&serve(&["--adapter", &twice[0], "--adapter", &twice[1]]), 2, &["two models are named a"]);
+    // Two models with less memory than a sequence of each may need.
+    let plain = folder("adapters").join("llama");
+    let named = format!("a={}", plain.to_str().expect("a text"));
+    let base = base_with_tokenizer();
+    let mut command = program();
+    let small = command.args(["serve", "--backend", backend().as_str(), "--port", "0", "--model"]).arg(base.path());
+    let refused = small.args(["--adapter", &named, "--cache-tokens", "96"]).output().expect("the program starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("--cache-tokens 160") && said.contains("--context 48"), "{said}");
 }
