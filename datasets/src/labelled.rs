@@ -40,14 +40,14 @@ pub struct LabelledText {
     pub label: String,
 }
 
-/// Labelled texts, in the parts that a folder has.
+/// Labelled examples, in the parts that a folder has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LabelledTexts {
-    /// Texts to learn from: all of a file, or of a folder without parts.
+    /// Examples to learn from: all of a file, or of a folder without parts.
     pub train: Vec<LabelledText>,
-    /// Texts for validation; empty if the data has no such part.
+    /// Examples for validation; empty if the data has no such part.
     pub valid: Vec<LabelledText>,
-    /// Texts for the test; empty if the data has no such part.
+    /// Examples for the test; empty if the data has no such part.
     pub test: Vec<LabelledText>,
     /// The field of the text.
     pub text_field: String,
@@ -71,7 +71,7 @@ impl LabelledTexts {
     /// `text` and `label` name the fields, `a.b` for a nested one; if they are empty, the first
     /// record's field with a usual name is taken.
     ///
-    /// Texts are strings, labels strings, integers or booleans. A record whose text is null or
+    /// Examples are strings, labels strings, integers or booleans. A record whose text is null or
     /// blank, or whose label is null, empty or a negative number, which stands for none, is left
     /// out and counted.
     ///
@@ -110,13 +110,13 @@ impl LabelledTexts {
         }
         for (part, files) in parts {
             for file in files {
-                let texts = read.file(&file)?;
+                let examples = read.file(&file)?;
                 match part {
                     Part::Train => &mut read.train,
                     Part::Valid => &mut read.valid,
                     Part::Test => &mut read.test,
                 }
-                .extend(texts);
+                .extend(examples);
             }
         }
         match read.train.is_empty() {
@@ -147,9 +147,9 @@ impl LabelledTexts {
         true
     }
 
-    /// The texts of a file.
+    /// The examples of a file.
     fn file(&mut self, path: &Path) -> Result<Vec<LabelledText>, DataError> {
-        let mut texts = Vec::new();
+        let mut examples = Vec::new();
         let mut number = 0;
         TextSource::records(path)?.read(false, &mut |piece| {
             number += 1;
@@ -159,7 +159,7 @@ impl LabelledTexts {
                 return Err(refused(reason.into()));
             };
             match self.record(&record).map_err(|reason| refused(format!("record {number} {reason}")))? {
-                Some(text) => texts.push(text),
+                Some(text) => examples.push(text),
                 None => self.left_out += 1,
             }
             Ok(ControlFlow::Continue(()))
@@ -167,7 +167,7 @@ impl LabelledTexts {
         if self.label_names.is_empty() && path.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("parquet")) {
             self.label_names = sources::class_names(path, &self.label_field);
         }
-        Ok(texts)
+        Ok(examples)
     }
 
     /// The text of a record; `None` if it has none, or no label.
@@ -269,8 +269,8 @@ mod tests {
         (folder, path)
     }
 
-    fn shown(texts: &[LabelledText]) -> Vec<String> {
-        texts.iter().map(|LabelledText { text, label }| format!("{label}: {text}")).collect()
+    fn shown(examples: &[LabelledText]) -> Vec<String> {
+        examples.iter().map(|LabelledText { text, label }| format!("{label}: {text}")).collect()
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Labelled texts as tokens, and batches of them.
+//! Labelled examples as tokens, and batches of them.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -123,7 +123,7 @@ pub struct DeviceTexts<B: Backend> {
 /// The batches of an epoch, and what they depend on.
 type Epoch = ((u64, u64, usize), Vec<Vec<usize>>);
 
-/// Texts as tokens, with the number of a label each.
+/// Examples as tokens, with the number of a label each.
 #[derive(Debug)]
 pub struct EncodedTexts {
     rows: Vec<(Vec<u32>, i32)>,
@@ -133,12 +133,12 @@ pub struct EncodedTexts {
 }
 
 impl EncodedTexts {
-    /// Texts as tokens, each with the number of its label or [`IGNORED_TARGET`].
+    /// Examples as tokens, each with the number of its label or [`IGNORED_TARGET`].
     pub fn new(rows: Vec<(Vec<u32>, i32)>, padding: u32) -> Self {
         Self { rows, padding, epoch: Mutex::new(None) }
     }
 
-    /// Number of texts.
+    /// Number of examples.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
@@ -166,7 +166,7 @@ impl EncodedTexts {
         self.of(batches.get((key.step % steps) as usize).map_or(&[][..], Vec::as_slice))
     }
 
-    /// All texts sorted by length: their indices and the batch.
+    /// All examples sorted by length: their indices and the batch.
     pub fn batches(&self, batch_size: usize) -> Vec<(Vec<usize>, LabelledBatch)> {
         let mut order: Vec<usize> = (0..self.rows.len()).collect();
         order.sort_by_key(|index| self.rows[*index].0.len());
@@ -188,18 +188,18 @@ mod tests {
 
     use super::*;
 
-    fn texts() -> EncodedTexts {
+    fn examples() -> EncodedTexts {
         let row = |at: u32| (vec![at; 1 + at as usize % 5], if at == 3 { IGNORED_TARGET } else { at as i32 % 3 });
         EncodedTexts::new((0..23).map(row).collect(), 99)
     }
 
     #[test]
     fn an_epoch_has_each_text_once_padded_to_the_longest_of_its_batch() {
-        let texts = texts();
+        let examples = examples();
         for epoch in 0..3 {
             let mut seen = Vec::new();
             for step in 0..6 {
-                let batch = texts.batch(BatchKey::new(7, 6 * epoch + step), 4);
+                let batch = examples.batch(BatchKey::new(7, 6 * epoch + step), 4);
                 let longest = *batch.lengths().iter().max().expect("rows") as usize;
                 assert_eq!(batch.seq_length(), longest);
                 for (row, length) in batch.ids().chunks(longest).zip(batch.lengths()) {
@@ -211,8 +211,8 @@ mod tests {
             seen.sort_unstable();
             assert_eq!(seen, (0..23).collect::<Vec<i32>>());
         }
-        assert_eq!(texts.batch(BatchKey::new(7, 8), 4), texts.batch(BatchKey::new(7, 8), 4));
-        assert_ne!(texts.batch(BatchKey::new(7, 8), 4), texts.batch(BatchKey::new(8, 8), 4));
+        assert_eq!(examples.batch(BatchKey::new(7, 8), 4), examples.batch(BatchKey::new(7, 8), 4));
+        assert_ne!(examples.batch(BatchKey::new(7, 8), 4), examples.batch(BatchKey::new(8, 8), 4));
     }
 
     #[test]

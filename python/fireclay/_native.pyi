@@ -275,7 +275,7 @@ class Model:
     def predict(self, utterances: str) -> Prediction: ...
     @overload
     def predict(self, utterances: list[str]) -> list[Prediction]:
-        """Intents and slots of utterances, or the labels of texts from a classifier."""
+        """Intents and slots of utterances, or the labels that a classifier gives."""
     def perplexity(self, text: str, *, context: int | None = None, stride: int | None = None) -> float:
         """Perplexity of a text, in windows of ``context`` tokens that are ``stride`` tokens apart."""
     def parameters(self) -> dict[str, Tensor]:

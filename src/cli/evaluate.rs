@@ -86,7 +86,7 @@ pub(super) fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Evaluates a classifier on labelled texts.
+/// Evaluates a classifier on labelled examples.
 fn evaluate_classifier(args: EvaluateArgs, model: &ModelSource) -> Result<ExitCode, Failure> {
     let without_effect = [
         ("--adapter", args.adapter.is_some()),
@@ -105,15 +105,15 @@ fn evaluate_classifier(args: EvaluateArgs, model: &ModelSource) -> Result<ExitCo
         precision: args.precision,
     })?;
     let report = &evaluation.report;
-    let speed = report.texts as f64 / evaluation.elapsed.as_secs_f64().max(1e-9);
+    let speed = report.examples as f64 / evaluation.elapsed.as_secs_f64().max(1e-9);
     if args.run.json {
         stdout::line(json!({
             "event": "done", "part": report.part, "loss": evaluation.loss, "accuracy": report.scores.accuracy,
-            "macro_f1": report.scores.macro_f1, "texts": report.texts, "texts_per_second": speed,
+            "macro_f1": report.scores.macro_f1, "examples": report.examples, "examples_per_second": speed,
             "labels": report.labels_json(),
         }));
     } else {
-        stdout::line(format!("{report}; loss {:.4}; {speed:.0} texts/s", evaluation.loss));
+        stdout::line(format!("{report}; loss {:.4}; {speed:.0} examples/s", evaluation.loss));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -52,7 +52,7 @@ enum Command {
     Evaluate(evaluate::EvaluateArgs),
     /// Export a model to a GGUF file, which llama.cpp and others load
     Export(export::ExportArgs),
-    /// Predict the intent and slots of utterances, or the label of texts
+    /// Predict the intent and slots of utterances, or the label that a classifier gives
     Predict(predict::PredictArgs),
     /// Merge a LoRA adapter into its base model
     Merge(merge::MergeArgs),

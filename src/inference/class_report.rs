@@ -6,10 +6,10 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// Percentages over a set of texts.
+/// Percentages over a set of examples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ClassScores {
-    /// Texts with the right label.
+    /// Examples with the right label.
     pub accuracy: f64,
     /// The mean F1 of the labels that occur or are predicted, each counted alike.
     pub macro_f1: f64,
@@ -18,11 +18,11 @@ pub struct ClassScores {
 /// Counts of a label.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LabelCounts {
-    /// Texts that have it.
+    /// Examples that have it.
     pub present: usize,
-    /// Texts for which it is predicted.
+    /// Examples for which it is predicted.
     pub predicted: usize,
-    /// Texts for which it is predicted, and which have it.
+    /// Examples for which it is predicted, and which have it.
     pub right: usize,
 }
 
@@ -33,8 +33,8 @@ pub struct ClassReport {
     pub part: &'static str,
     /// The percentages.
     pub scores: ClassScores,
-    /// Number of texts.
-    pub texts: usize,
+    /// Number of examples.
+    pub examples: usize,
     /// Per label that occurs or is predicted.
     pub labels: BTreeMap<String, LabelCounts>,
     /// `(expected, predicted, count)`, most frequent first.
@@ -42,12 +42,12 @@ pub struct ClassReport {
 }
 
 impl LabelCounts {
-    /// Percentage of the texts for which it is predicted that have it.
+    /// Percentage of the examples for which it is predicted that have it.
     pub fn precision(&self) -> f64 {
         percent(self.right, self.predicted)
     }
 
-    /// Percentage of the texts that have it for which it is predicted.
+    /// Percentage of the examples that have it for which it is predicted.
     pub fn recall(&self) -> f64 {
         percent(self.right, self.present)
     }
@@ -69,7 +69,7 @@ impl ClassReport {
         let mut confusions: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         let mut right = 0;
         for (expected, predicted) in pairs {
-            report.texts += 1;
+            report.examples += 1;
             report.labels.entry(expected.into()).or_default().present += 1;
             let counts = report.labels.entry(predicted.into()).or_default();
             counts.predicted += 1;
@@ -81,8 +81,10 @@ impl ClassReport {
             }
         }
         let sum: f64 = report.labels.values().map(LabelCounts::f1).sum();
-        report.scores =
-            ClassScores { accuracy: percent(right, report.texts), macro_f1: sum / report.labels.len().max(1) as f64 };
+        report.scores = ClassScores {
+            accuracy: percent(right, report.examples),
+            macro_f1: sum / report.labels.len().max(1) as f64,
+        };
         report.confusions = confusions
             .into_iter()
             .map(|((expected, predicted), count)| (expected.into(), predicted.into(), count))
@@ -137,7 +139,7 @@ impl fmt::Display for ClassReport {
             }
         }
         let ClassScores { accuracy, macro_f1 } = self.scores;
-        write!(f, "\naccuracy {accuracy:.2}, macro F1 {macro_f1:.2}, of {} texts", self.texts)
+        write!(f, "\naccuracy {accuracy:.2}, macro F1 {macro_f1:.2}, of {} examples", self.examples)
     }
 }
 
@@ -158,6 +160,6 @@ mod tests {
         assert_eq!(labels, ["a", "b", "c", "d"]);
         assert_eq!(counts, [2, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
         let shown = report.to_string();
-        assert!(shown.contains("1 x a predicted as b") && shown.ends_with("macro F1 12.50, of 6 texts"), "{shown}");
+        assert!(shown.contains("1 x a predicted as b") && shown.ends_with("macro F1 12.50, of 6 examples"), "{shown}");
     }
 }

@@ -1,4 +1,4 @@
-//! Labels of texts, predicted by a sequence classifier.
+//! Labels of examples, predicted by a sequence classifier.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::run_folder::CONFIG;
 
 /// Each text has one of several labels.
 const PROBLEM: &str = "single_label_classification";
-/// Texts per forward pass.
+/// Examples per forward pass.
 const BATCH_SIZE: usize = 64;
 
 /// The label of a text.
@@ -81,9 +81,9 @@ impl<B: Backend> Classifier<B> {
     ///
     /// # Errors
     /// If a text has tokens that the model does not know, or the device fails.
-    pub fn predict(&self, texts: &[&str]) -> Result<Vec<Option<PredictedLabel>>, Failure> {
-        let (encoded, _) = self.encode(texts.iter().copied())?;
-        let mut found = vec![None; texts.len()];
+    pub fn predict(&self, examples: &[&str]) -> Result<Vec<Option<PredictedLabel>>, Failure> {
+        let (encoded, _) = self.encode(examples.iter().copied())?;
+        let mut found = vec![None; examples.len()];
         let rows = encoded.into_iter().enumerate().filter(|(_, tokens)| !tokens.is_empty());
         let (places, rows): (Vec<usize>, Vec<_>) = rows.map(|(at, tokens)| (at, (tokens, IGNORED_TARGET))).unzip();
         let encoded = EncodedTexts::new(rows, padding(&self.tokenizer));
@@ -96,15 +96,15 @@ impl<B: Backend> Classifier<B> {
     }
 
     /// The tokens of each text, cut to the context, and how many are cut, which is reported.
-    fn encode<'a>(&self, texts: impl Iterator<Item = &'a str>) -> Result<(Vec<Vec<u32>>, usize), Failure> {
+    fn encode<'a>(&self, examples: impl Iterator<Item = &'a str>) -> Result<(Vec<Vec<u32>>, usize), Failure> {
         let config = self.model.config();
-        let texts: Vec<&str> = texts.collect();
-        let (encoded, cut) = encode(&texts, &self.tokenizer, config.context_length)?;
+        let examples: Vec<&str> = examples.collect();
+        let (encoded, cut) = encode(&examples, &self.tokenizer, config.context_length)?;
         for tokens in &encoded {
             assert_known(tokens, config.vocab_size, &self.tokenizer)?;
         }
         if cut > 0 {
-            let (context, what) = (config.context_length, if cut == 1 { "text is" } else { "texts are" });
+            let (context, what) = (config.context_length, if cut == 1 { "example is" } else { "examples are" });
             notice(Level::Warning, &format!("{cut} {what} truncated to the model's context of {context} tokens"));
         }
         Ok((encoded, cut))
@@ -129,9 +129,13 @@ fn other_problem(folder: &Path) -> Result<Option<String>, Failure> {
     Ok(config["problem_type"].as_str().filter(|problem| *problem != PROBLEM).map(str::to_string))
 }
 
-/// The tokens of each text, at most `longest`, and how many texts are truncated.
-pub(crate) fn encode(texts: &[&str], tokenizer: &Tokenizer, longest: usize) -> Result<(Vec<Vec<u32>>, usize), Failure> {
-    let encoded = texts.par_iter().map(|text| tokenizer.encode_truncated(text, longest));
+/// The tokens of each text, at most `longest`, and how many examples are truncated.
+pub(crate) fn encode(
+    examples: &[&str],
+    tokenizer: &Tokenizer,
+    longest: usize,
+) -> Result<(Vec<Vec<u32>>, usize), Failure> {
+    let encoded = examples.par_iter().map(|text| tokenizer.encode_truncated(text, longest));
     let encoded: Vec<(Vec<u32>, bool)> = encoded.collect::<Result<_, _>>()?;
     let cut = encoded.iter().filter(|(_, cut)| *cut).count();
     Ok((encoded.into_iter().map(|(tokens, _)| tokens).collect(), cut))
@@ -161,11 +165,11 @@ pub(crate) fn logits<B: Backend>(
 /// Hands the log-probabilities of all labels to `each`, with the index of the text.
 fn each_odds<B: Backend>(
     model: &Transformer<B>,
-    texts: &EncodedTexts,
+    examples: &EncodedTexts,
     device: &B::Device,
     mut each: impl FnMut(usize, &[f64]),
 ) -> Result<(), Failure> {
-    for (indices, batch) in texts.batches(BATCH_SIZE) {
+    for (indices, batch) in examples.batches(BATCH_SIZE) {
         let logits = logits(model, &batch, device, |tokens| model.forward(tokens));
         let logits = logits.ok_or_else(|| Failure::new("the model has no head for labels"))?;
         let count = logits.dims()[1];
@@ -185,20 +189,20 @@ fn each_odds<B: Backend>(
     Ok(())
 }
 
-/// Compares the predictions for `texts` with `expected`, the label of each; the mean loss, in nats,
+/// Compares the predictions for `examples` with `expected`, the label of each; the mean loss, in nats,
 /// of those whose label the model knows.
 ///
 /// # Errors
 /// If the model has no head for `labels`, or the device fails.
 pub(crate) fn judge<B: Backend>(
     model: &Transformer<B>,
-    (part, texts, expected): (&'static str, &EncodedTexts, &[String]),
+    (part, examples, expected): (&'static str, &EncodedTexts, &[String]),
     labels: &[String],
     device: &B::Device,
 ) -> Result<(f64, ClassReport), Failure> {
-    let mut predicted = vec![0; texts.len()];
+    let mut predicted = vec![0; examples.len()];
     let (mut loss, mut known) = (0.0, 0);
-    each_odds(model, texts, device, |index, odds| {
+    each_odds(model, examples, device, |index, odds| {
         predicted[index] = argmax(odds);
         if let Some(own) = labels.iter().position(|label| *label == expected[index]) {
             loss -= odds[own];
@@ -209,7 +213,7 @@ pub(crate) fn judge<B: Backend>(
     Ok((loss / f64::from(known.max(1)), ClassReport::new(part, pairs)))
 }
 
-/// An evaluation of a classifier on labelled texts, for any backend.
+/// An evaluation of a classifier on labelled examples, for any backend.
 #[derive(Clone, Debug)]
 pub struct ClassEvaluationRun {
     /// The model folder.
@@ -228,7 +232,7 @@ pub struct ClassEvaluationRun {
 /// Its result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClassEvaluation {
-    /// Mean loss in nats, of the texts whose label the model knows.
+    /// Mean loss in nats, of the examples whose label the model knows.
     pub loss: f64,
     /// The scores.
     pub report: ClassReport,
@@ -242,22 +246,22 @@ impl OnBackend for ClassEvaluationRun {
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<ClassEvaluation, Failure> {
         let Self { model, data, field, label_field, precision } = self;
         let classifier = Classifier::<B>::open(&model, precision, device)?;
-        let mut texts = LabelledTexts::read(&data, &field, &label_field)?;
-        describe(&texts, &data);
+        let mut examples = LabelledTexts::read(&data, &field, &label_field)?;
+        describe(&examples, &data);
         let labels = &classifier.labels;
-        if texts.has_names_of(labels) {
-            texts.take_names();
+        if examples.has_names_of(labels) {
+            examples.take_names();
         }
-        let (part, texts) = match texts {
+        let (part, examples) = match examples {
             LabelledTexts { test, .. } if !test.is_empty() => ("test", test),
             LabelledTexts { valid, .. } if !valid.is_empty() => ("validation", valid),
             LabelledTexts { train, .. } => ("all", train),
         };
-        let (encoded, _) = classifier.encode(texts.iter().map(|text| text.text.as_str()))?;
+        let (encoded, _) = classifier.encode(examples.iter().map(|text| text.text.as_str()))?;
         if encoded.iter().any(Vec::is_empty) {
             return Err(Failure::new(format!("{}: a text has no tokens", data.display())));
         }
-        let expected: Vec<String> = texts.into_iter().map(|text| named(text.label, labels)).collect();
+        let expected: Vec<String> = examples.into_iter().map(|text| named(text.label, labels)).collect();
         let unknown = expected.iter().filter(|label| !labels.contains(label)).count();
         if unknown == expected.len() {
             let (first, known) = (&expected[0], labels.join(", "));
@@ -267,7 +271,7 @@ impl OnBackend for ClassEvaluationRun {
             )));
         }
         if unknown > 0 {
-            notice(Level::Warning, &format!("{unknown} texts have a label that the model does not know"));
+            notice(Level::Warning, &format!("{unknown} examples have a label that the model does not know"));
         }
         let rows = encoded.into_iter().map(|tokens| (tokens, IGNORED_TARGET)).collect();
         let rows = EncodedTexts::new(rows, padding(&classifier.tokenizer));
@@ -288,9 +292,9 @@ pub(crate) fn named(label: String, labels: &[String]) -> String {
 }
 
 /// Reports which fields were found, and what was left out.
-pub(crate) fn describe(texts: &LabelledTexts, data: &Path) {
-    let LabelledTexts { text_field, label_field, left_out, other_files, .. } = texts;
-    let mut told = format!("{}: texts in the field '{text_field}', labels in '{label_field}'", data.display());
+pub(crate) fn describe(examples: &LabelledTexts, data: &Path) {
+    let LabelledTexts { text_field, label_field, left_out, other_files, .. } = examples;
+    let mut told = format!("{}: text in the field '{text_field}', labels in '{label_field}'", data.display());
     if *left_out > 0 {
         told += &format!("; {left_out} records without a text, or whose label is missing or negative, are left out");
     }

@@ -1,4 +1,4 @@
-//! Uses of a trained model: generation, chat, evaluation, predictions for utterances and texts,
+//! Uses of a trained model: generation, chat, evaluation, predictions for utterances and examples,
 //! embeddings, scores.
 
 pub mod chat;

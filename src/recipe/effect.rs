@@ -44,7 +44,7 @@ impl Recipe {
                 (matches!(self.task, Language | Masked | Classify), "text (task language, masked or classify)")
             }
             ("data", "label_field") | ("model", "classifier") if self.task != Classify => {
-                (false, "labelled texts (task classify)")
+                (false, "labelled examples (task classify)")
             }
             ("data", "corpora" | "holdout_by" | "resize_embedding") => {
                 (matches!(self.task, Language | Masked), "text (task language or masked)")
@@ -61,7 +61,7 @@ impl Recipe {
                 "a tokenizer that is trained (a new model, and data.tokenizer=pieces)",
             ),
             ("training", "valid_tokens" | "final_valid_tokens") => {
-                (self.task != Classify, "another task: classify validates on all held-out texts")
+                (self.task != Classify, "another task: classify validates on all held-out examples")
             }
             ("training", "masked") => (self.task == Masked, "hidden tokens (task masked)"),
             ("training", "sample_tokens" | "sample_prompt") => (self.task == Language, "text (task language)"),
@@ -115,7 +115,7 @@ mod tests {
             ("stories", &[("training.masked", "0.2")], "training.masked has no effect: it needs hidden tokens"),
             ("masked", &[("documents_apart", "true")], "data.documents_apart"),
             ("chat-full", &[("init", "model"), ("d_model", "8")], "model.d_model"),
-            ("masked", &[("label_field", "stars")], "data.label_field has no effect: it needs labelled texts"),
+            ("masked", &[("label_field", "stars")], "data.label_field has no effect: it needs labelled examples"),
             ("masked", &[("classifier", "{ pooling = 'mean' }")], "model.classifier"),
             ("classify", &[("init", "model"), ("classifier", "{ pooling = 'mean' }")], "model.classifier"),
             ("classify", &[("init", "model"), ("tokenizer", "pieces")], "data.tokenizer"),

@@ -75,12 +75,12 @@ pub struct DataRecipe {
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub corpora: BTreeMap<String, f64>,
     /// JSON field, or column of CSV, TSV or Parquet, with the document; `a.b` for a nested one. For
-    /// labelled texts it may be empty: then it is recognised by its usual names.
+    /// labelled examples it may be empty: then it is recognised by its usual names.
     pub field: String,
-    /// The field of the label, for labelled texts; empty to recognise it by its usual names.
+    /// The field of the label, for labelled examples; empty to recognise it by its usual names.
     pub label_field: String,
     /// Language: `byte`, `char` or `bpe`. Utterances: `pieces`, trained on the training part's
-    /// words; labelled texts: the same. Or the path of a `tokenizer.json`.
+    /// words; labelled examples: the same. Or the path of a `tokenizer.json`.
     pub tokenizer: String,
     /// Vocabulary size of `bpe`.
     pub bpe_size: usize,

@@ -76,7 +76,7 @@ pub struct ModelSizes {
     /// Number of tags; 0 for none.
     #[serde(default)]
     pub tags: usize,
-    /// Labels of texts; empty for none.
+    /// Labels of examples; empty for none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub labels: Vec<String>,
     /// Number of types of words; 0 for none.

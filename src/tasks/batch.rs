@@ -19,7 +19,7 @@ pub enum Batch {
     Pairs(PairBatch),
     /// Pieces of words, with intents and tags.
     Utterances(UtteranceBatch),
-    /// Texts with their labels.
+    /// Examples with their labels.
     Labelled(LabelledBatch),
 }
 

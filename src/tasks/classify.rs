@@ -20,65 +20,65 @@ use crate::recipe::schema::{Recipe, TrainingRecipe};
 use crate::recipe::task::ModelSizes;
 use crate::run_folder::TOKENIZER;
 
-/// Texts of a training part from which on a label for each text is an error.
+/// Examples of a training part from which on a label for each text is an error.
 const MANY: usize = 20;
 
-/// Labelled texts in three parts, as tokens.
+/// Labelled examples in three parts, as tokens.
 pub struct Classify {
     labels: Vec<String>,
     tokenizer: Tokenizer,
     train: EncodedTexts,
     valid: HeldOut,
     test: HeldOut,
-    /// Texts of the training part that are truncated.
+    /// Examples of the training part that are truncated.
     cut: usize,
 }
 
-/// Texts for evaluation, with their labels, of which the model may not know all.
+/// Examples for evaluation, with their labels, of which the model may not know all.
 struct HeldOut {
-    texts: EncodedTexts,
+    examples: EncodedTexts,
     labels: Vec<String>,
 }
 
 impl Classify {
-    /// The texts of `recipe`. The order of the labels is that of the model to begin from, where it
+    /// The examples of `recipe`. The order of the labels is that of the model to begin from, where it
     /// is a classifier for the same ones, else that of numbers or of text.
     pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
-        let mut texts = texts(recipe)?;
+        let mut examples = examples(recipe)?;
         let tokenizer = match model {
             Some(model) => model_folder::tokenizer(model)?,
-            None => new_tokenizer(recipe, &texts.train)?,
+            None => new_tokenizer(recipe, &examples.train)?,
         };
-        let numbers = sorted_labels(&texts.train, &recipe.data.source)?;
+        let numbers = sorted_labels(&examples.train, &recipe.data.source)?;
         let known = model.map(known_labels).transpose()?.flatten();
         // Numbers of the data are those of a model that knows other names.
-        let keeps = known.as_ref().is_some_and(|known| !texts.has_names_of(known) && are_same(&numbers, known));
-        let labels = if !keeps && texts.take_names() { texts.label_names.clone() } else { numbers };
+        let keeps = known.as_ref().is_some_and(|known| !examples.has_names_of(known) && are_same(&numbers, known));
+        let labels = if !keeps && examples.take_names() { examples.label_names.clone() } else { numbers };
         let labels = match known {
             Some(known) if are_same(&labels, &known) => known,
             _ => labels,
         };
-        Self::new(texts, labels, tokenizer, recipe.training.seq_length)
+        Self::new(examples, labels, tokenizer, recipe.training.seq_length)
     }
 
-    /// The texts of `recipe`, with the tokenizer and labels of the model in `folder`.
+    /// The examples of `recipe`, with the tokenizer and labels of the model in `folder`.
     pub(crate) fn resume(recipe: &Recipe, folder: &Path) -> Result<Self, Failure> {
         let lacks = || Failure::new(format!("{}: the model has no labels", folder.display()));
         let labels = known_labels(folder)?.ok_or_else(lacks)?;
-        let mut texts = texts(recipe)?;
-        if texts.has_names_of(&labels) {
-            texts.take_names();
+        let mut examples = examples(recipe)?;
+        if examples.has_names_of(&labels) {
+            examples.take_names();
         }
-        Self::new(texts, labels, Tokenizer::load(&folder.join(TOKENIZER))?, recipe.training.seq_length)
+        Self::new(examples, labels, Tokenizer::load(&folder.join(TOKENIZER))?, recipe.training.seq_length)
     }
 
-    /// Encodes texts in rows of up to `seq_length` tokens. Labels that are not among `labels`, nor
+    /// Encodes examples in rows of up to `seq_length` tokens. Labels that are not among `labels`, nor
     /// their numbers, do not count in losses, and are never predicted.
     ///
     /// # Errors
     /// If the tokenizer lacks a part of a text, or a text has no tokens.
     pub fn new(
-        texts: LabelledTexts,
+        examples: LabelledTexts,
         labels: Vec<String>,
         tokenizer: Tokenizer,
         seq_length: usize,
@@ -95,18 +95,18 @@ impl Classify {
             let number = |name: &String| labels.iter().position(|label| label == name);
             let number = |name| number(name).map_or(IGNORED_TARGET, |label| label as i32);
             let rows = tokens.into_iter().zip(names.iter().map(number)).collect();
-            Ok((HeldOut { texts: EncodedTexts::new(rows, padding), labels: names }, cut))
+            Ok((HeldOut { examples: EncodedTexts::new(rows, padding), labels: names }, cut))
         };
-        let (train, cut) = encoded(texts.train)?;
-        let ((valid, _), (test, _)) = (encoded(texts.valid)?, encoded(texts.test)?);
+        let (train, cut) = encoded(examples.train)?;
+        let ((valid, _), (test, _)) = (encoded(examples.valid)?, encoded(examples.test)?);
         for (part, held_out) in [("validation", &valid), ("test", &test)] {
             let unknown = held_out.labels.iter().filter(|label| !labels.contains(label)).count();
             if unknown > 0 {
-                let text = format!("{unknown} texts of the {part} part have a label that the training part lacks");
+                let text = format!("{unknown} examples of the {part} part have a label that the training part lacks");
                 notice(Level::Warning, &text);
             }
         }
-        Ok(Self { train: train.texts, labels, tokenizer, valid, test, cut })
+        Ok(Self { train: train.examples, labels, tokenizer, valid, test, cut })
     }
 
     pub(crate) fn sizes(&self) -> ModelSizes {
@@ -124,7 +124,7 @@ impl Classify {
         &self.tokenizer
     }
 
-    /// Whether texts begin with a token that the tokenizer adds, such as `[CLS]`.
+    /// Whether examples begin with a token that the tokenizer adds, such as `[CLS]`.
     pub(crate) fn begins_with_token(&self) -> Result<bool, Failure> {
         let (with, without) = (self.tokenizer.encode_prompt("")?, self.tokenizer.encode("")?);
         Ok(with.len() > without.len())
@@ -142,9 +142,9 @@ impl Classify {
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         let (rows, steps) = (training.batch_size * training.accumulation, training.steps);
         let (known, labels, count) = (config.vocab_size, self.labels.len(), self.train.len());
-        let held_out = match self.test.texts.len() {
-            0 => format!("{} for validation", self.valid.texts.len()),
-            test => format!("{} for validation and {test} for the test", self.valid.texts.len()),
+        let held_out = match self.test.examples.len() {
+            0 => format!("{} for validation", self.valid.examples.len()),
+            test => format!("{} for validation and {test} for the test", self.valid.examples.len()),
         };
         let cut = match self.cut {
             0 => String::new(),
@@ -152,8 +152,8 @@ impl Classify {
         };
         let epochs = (steps as f64 * rows as f64) / count.max(1) as f64;
         format!(
-            "vocabulary of {known} tokens; {labels} labels; {count} texts{cut}, {held_out}; {steps} steps of {rows} \
-             texts ({epochs:.1} epochs)"
+            "vocabulary of {known} tokens; {labels} labels; {count} examples{cut}, {held_out}; {steps} steps of {rows} \
+             examples ({epochs:.1} epochs)"
         )
     }
 
@@ -173,11 +173,11 @@ impl Classify {
     /// # Errors
     /// If the device fails.
     pub fn test<B: Backend>(&self, model: &Transformer<B>, device: &B::Device) -> Result<ClassReport, Failure> {
-        let (part, texts) = match self.test.texts.is_empty() {
+        let (part, examples) = match self.test.examples.is_empty() {
             true => ("validation", &self.valid),
             false => ("test", &self.test),
         };
-        Ok(self.judged(model, part, texts, device)?.1)
+        Ok(self.judged(model, part, examples, device)?.1)
     }
 
     fn judged<B: Backend>(
@@ -187,7 +187,7 @@ impl Classify {
         held_out: &HeldOut,
         device: &B::Device,
     ) -> Result<(f64, ClassReport), Failure> {
-        judge(model, (part, &held_out.texts, &held_out.labels), &self.labels, device)
+        judge(model, (part, &held_out.examples, &held_out.labels), &self.labels, device)
     }
 
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
@@ -226,62 +226,62 @@ pub(crate) fn loss_by<B: Backend>(
     class_loss(logits, wanted)
 }
 
-/// The texts of a recipe, in parts: without a part for validation, a share of the others is held
+/// The examples of a recipe, in parts: without a part for validation, a share of the others is held
 /// out.
-fn texts(recipe: &Recipe) -> Result<LabelledTexts, Failure> {
+fn examples(recipe: &Recipe) -> Result<LabelledTexts, Failure> {
     let data = &recipe.data;
     if !data.corpora.is_empty() {
-        return Err(Failure::usage("data.corpora: labelled texts are read from one file or folder, --data PATH"));
+        return Err(Failure::usage("data.corpora: labelled examples are read from one file or folder, --data PATH"));
     }
     if data.source.is_empty() {
-        return Err(recipe.lacks_data("texts with labels"));
+        return Err(recipe.lacks_data("examples with labels"));
     }
     let path = Path::new(&data.source);
-    let mut texts = LabelledTexts::read(path, &data.field, &data.label_field)?;
-    describe(&texts, path);
-    if texts.valid.is_empty() {
-        if texts.train.len() < 2 {
+    let mut examples = LabelledTexts::read(path, &data.field, &data.label_field)?;
+    describe(&examples, path);
+    if examples.valid.is_empty() {
+        if examples.train.len() < 2 {
             return Err(Failure::new(format!("{}: one text is too few: one has to be held out", data.source)));
         }
-        let held_out = held_out(texts.train.len(), data.holdout, recipe.training.seed);
+        let held_out = held_out(examples.train.len(), data.holdout, recipe.training.seed);
         let (valid, train): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut texts.train).into_iter().zip(held_out).partition(|(_, held_out)| *held_out);
+            std::mem::take(&mut examples.train).into_iter().zip(held_out).partition(|(_, held_out)| *held_out);
         let plain = |part: Vec<(LabelledText, bool)>| part.into_iter().map(|(text, _)| text).collect();
-        (texts.train, texts.valid) = (plain(train), plain(valid));
+        (examples.train, examples.valid) = (plain(train), plain(valid));
     }
-    Ok(texts)
+    Ok(examples)
 }
 
-/// The tokenizer of a new model: trained on the texts, or that of a file.
-fn new_tokenizer(recipe: &Recipe, texts: &[LabelledText]) -> Result<Tokenizer, Failure> {
+/// The tokenizer of a new model: trained on the examples, or that of a file.
+fn new_tokenizer(recipe: &Recipe, examples: &[LabelledText]) -> Result<Tokenizer, Failure> {
     match (recipe.data.tokenizer.as_str(), recipe.tokenizer_file()) {
         ("pieces", _) => {
-            let words = texts.iter().flat_map(|text| text.text.split_whitespace());
+            let words = examples.iter().flat_map(|text| text.text.split_whitespace());
             Ok(PieceTokenizer::train_on(words, recipe.data.pieces)?.into_tokenizer())
         }
         (_, Some(file)) => Ok(Tokenizer::load(file)?),
         (other, None) => Err(Failure::usage(format!(
-            "data.tokenizer is '{other}': the task classify takes pieces, which are trained on the texts, or the path \
+            "data.tokenizer is '{other}': the task classify takes pieces, which are trained on the examples, or the path \
              of a tokenizer.json; a pretrained encoder (--init MODEL) has its own"
         ))),
     }
 }
 
 /// The distinct labels: in the order of numbers if all are integers, else of text.
-fn sorted_labels(texts: &[LabelledText], source: &str) -> Result<Vec<String>, Failure> {
-    let mut labels: Vec<String> = texts.iter().map(|text| text.label.clone()).collect();
+fn sorted_labels(examples: &[LabelledText], source: &str) -> Result<Vec<String>, Failure> {
+    let mut labels: Vec<String> = examples.iter().map(|text| text.label.clone()).collect();
     labels.sort_unstable();
     labels.dedup();
     match labels.len() {
         1 => {
             return Err(Failure::new(format!(
-                "{source}: all texts have the label '{}': there are no others",
+                "{source}: all examples have the label '{}': there are no others",
                 labels[0]
             )));
         }
-        count if count == texts.len() && count > MANY => {
+        count if count == examples.len() && count > MANY => {
             return Err(Failure::new(format!(
-                "{source}: each of {count} texts has another label: name the field of the label with label_field=NAME"
+                "{source}: each of {count} examples has another label: name the field of the label with label_field=NAME"
             )));
         }
         _ => {}
@@ -324,10 +324,10 @@ mod tests {
         };
         assert_eq!(labels(&["10", "9", "10", "2"]), Ok(owned(&["2", "9", "10"])));
         assert_eq!(labels(&["b", "10", "a"]), Ok(owned(&["10", "a", "b"])));
-        assert!(labels(&["x", "x"]).is_err_and(|message| message.contains("all texts have the label 'x'")));
+        assert!(labels(&["x", "x"]).is_err_and(|message| message.contains("all examples have the label 'x'")));
         let many: Vec<String> = (0..30).map(|at| format!("text {at}")).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        assert!(labels(&many).is_err_and(|message| message.contains("each of 30 texts has another label")));
+        assert!(labels(&many).is_err_and(|message| message.contains("each of 30 examples has another label")));
     }
 
     #[test]

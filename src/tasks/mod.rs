@@ -49,7 +49,7 @@ pub enum Task {
     Preference(Preferences),
     /// Intent and slot prediction for utterances.
     IntentSlot(IntentSlot),
-    /// Labels of texts.
+    /// Labels of examples.
     Classify(Classify),
 }
 
@@ -88,7 +88,7 @@ impl Task {
     }
 
     /// Validates `model`: on about `tokens` held-out tokens of a language task, of which each rank of
-    /// `collective` reads a share, and on all utterances or texts otherwise. Preferences are measured
+    /// `collective` reads a share, and on all utterances or examples otherwise. Preferences are measured
     /// against `reference`.
     ///
     /// # Errors
@@ -276,7 +276,7 @@ impl Task {
         }
     }
 
-    /// Whether the task has test data: for labelled texts those of the validation will do.
+    /// Whether the task has test data: for labelled examples those of the validation will do.
     pub(crate) fn has_test(&self) -> bool {
         match self {
             Self::IntentSlot(task) => task.test_count() > 0,

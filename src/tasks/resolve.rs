@@ -16,7 +16,7 @@ use crate::download::{FileProgress, dataset_folder, model_folder};
 use crate::failure::Failure;
 use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
-use crate::recipe::{AdapterKind, BaseKind, EMBEDDED, LoraRecipe, ModelSizes, Recipe, TaskName};
+use crate::recipe::{AdapterKind, BaseKind, EMBEDDED, LoraRecipe, ModelSizes, Recipe, TaskName, TrainingRecipe};
 
 /// A model to train, and the one that preferences are measured against, where the task needs it:
 /// the model as the run begins, which is not trained.
@@ -58,6 +58,16 @@ impl Recipe {
             }
             _ => None,
         };
+        let default = TrainingRecipe::default();
+        for (name, value, usual) in [
+            ("balance_loss", self.training.balance_loss, default.balance_loss),
+            ("router_z_loss", self.training.router_z_loss, default.router_z_loss),
+        ] {
+            if config.experts == 0 && value != usual {
+                let shown = folder.display();
+                return Err(Failure::usage(format!("training.{name} has no effect: {shown} has no experts")));
+            }
+        }
         let config = config.with_intents(intents).with_tags(tags).with_classifier(classifier);
         let shown = folder.display().to_string();
         let grown = adapter.and_then(|adapter| adapter.vocab_size(family)).filter(|size| *size != config.vocab_size);

@@ -10,7 +10,7 @@ use crate::inference::class_report::ClassReport;
 pub enum TestReport {
     /// Intents and slots of utterances.
     Utterances(ClassificationReport),
-    /// Labels of texts.
+    /// Labels of examples.
     Classes(ClassReport),
 }
 

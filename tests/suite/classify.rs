@@ -140,7 +140,7 @@ backend_test!(a_part_of_a_batch_drops_what_the_whole_drops_there::<B>(device) {
     assert_close("the last two rows", &part, &whole.narrow(0, 2, 2), tolerance::<B>(&device));
 });
 
-/// Texts in which two words occur among others, with the one that comes first as their label.
+/// Examples in which two words occur among others, with the one that comes first as their label.
 fn ruled(count: u32) -> String {
     const OTHERS: [&str; 7] = ["the", "potter", "wheel", "turns", "slowly", "today", "again"];
     let key = RandomKey::new(11);
@@ -185,7 +185,7 @@ backend_test!(a_small_model_learns_which_of_two_words_comes_first::<B>(device) {
         let settings = SMALL.into_iter().chain([("data.source", text(&data)), ("classifier", &head)]);
         let recipe = recipe.with_all(settings).expect("known settings");
         let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
-        let Task::Classify(task) = trainer.task() else { panic!("labelled texts are asked for") };
+        let Task::Classify(task) = trainer.task() else { panic!("labelled examples are asked for") };
         assert_eq!(task.labels(), ["glaze", "kiln"]);
         let before = trainer.validate(0)?;
         for _ in 0..150 {
@@ -235,7 +235,7 @@ fn a_classifier_is_trained_resumed_to_the_same_bytes_evaluated_and_asked() {
     let output = begin(&whole, "8");
     let done = last_line(&output);
     let told = String::from_utf8_lossy(&output.stderr);
-    assert!(told.contains("texts in the field 'Sentence', labels in 'class'"), "{told}");
+    assert!(told.contains("text in the field 'Sentence', labels in 'class'"), "{told}");
     last_line(&train(&["--resume", "--json", "--out", text(&halves), "--steps", "8"]));
     let last = |out: &Path| fs::read(out.join("training/step-00000008/model.safetensors")).expect("a checkpoint");
     assert_eq!(last(&halves), last(&whole));
@@ -246,7 +246,7 @@ fn a_classifier_is_trained_resumed_to_the_same_bytes_evaluated_and_asked() {
     let backend = crate::backend().as_str();
     let asked = |args: &[&str]| program().args(args).args(["--backend", backend, "--json"]).output().expect("it runs");
     let evaluated = last_line(&asked(&["evaluate", "--model", text(&whole), "--data", text(&data)]));
-    assert_eq!((&evaluated["part"], &evaluated["texts"]), (&"test".into(), &50.into()), "{evaluated}");
+    assert_eq!((&evaluated["part"], &evaluated["examples"]), (&"test".into(), &50.into()), "{evaluated}");
     for key in ["accuracy", "macro_f1"] {
         let [trained, again] = [&done, &evaluated].map(|line| line[key].as_f64().expect("a number"));
         assert!((trained - again).abs() < 1e-3, "{key}: {done} and {evaluated}");
@@ -261,7 +261,7 @@ fn a_classifier_is_trained_resumed_to_the_same_bytes_evaluated_and_asked() {
     let long = "kiln glaze ".repeat(40);
     let output = asked(&["predict", "--model", text(&whole), "--text", &long]);
     let told = String::from_utf8_lossy(&output.stderr);
-    assert!(told.contains("1 text is truncated to the model's context of 16 tokens"), "{told}");
+    assert!(told.contains("1 example is truncated to the model's context of 16 tokens"), "{told}");
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn what_cannot_be_classified_is_refused_in_one_line() {
     let good = put("good.csv", "text,label\na,x\nb,y\nc,x\na,y\n");
     // After the line that says which fields were found.
     for (data, more, wanted) in [
-        (&same, &[][..], "all texts have the label 'x'"),
+        (&same, &[][..], "all examples have the label 'x'"),
         (&good, &["--set", "attention=causal"][..], "a label depends on the whole text"),
         (&good, &["--set", "tokenizer=bpe"][..], "data.tokenizer is 'bpe'"),
         (&good, &["classify-tune"][..], "a pretrained encoder (--init MODEL) has its own"),

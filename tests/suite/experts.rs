@@ -17,6 +17,7 @@ use fireclay_model::{
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 use crate::backend_test;
+use crate::chats::{base_and_chats, tune};
 use crate::compare::{assert_close, relative_error, tolerance, values};
 use crate::skip::skip;
 
@@ -397,3 +398,13 @@ backend_test!(activations_of_half_precision_choose_by_f32_scores::<B>(device) {
     let error = relative_error(&values(&ours), &values(&floats));
     assert!(error < 0.05, "bf16 differs by {error}");
 });
+
+#[test]
+fn losses_of_routers_are_refused_with_a_model_that_has_none() {
+    let folder = tempfile::tempdir().expect("a folder");
+    base_and_chats(folder.path());
+    let refused = tune(folder.path(), "run", &["adapter=none", "balance_loss=0.1", "steps=1"]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("training.balance_loss has no effect") && said.contains("no experts"), "{said}");
+}
