@@ -20,6 +20,18 @@ pub struct Labels {
     /// The words that have a type, in lower case and sorted; none if words have no types.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub words: Vec<String>,
+    /// What training has each intent with; empty if intent and tags are decoded apart.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub intent_slots: BTreeMap<String, IntentSlots>,
+}
+
+/// The utterances of an intent in training.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IntentSlots {
+    /// How many there are.
+    pub utterances: usize,
+    /// The slots that they fill.
+    pub slots: BTreeSet<String>,
 }
 
 impl Labels {
@@ -31,7 +43,37 @@ impl Labels {
         let owned = |names: BTreeSet<&str>| names.into_iter().map(str::to_owned).collect();
         let words = train.iter().flat_map(|utterance| &utterance.words);
         let marks: BTreeSet<&str> = words.map(String::as_str).filter(|word| is_mark(word)).collect();
-        Self { intents: owned(intents), slots: owned(slots), marks: owned(marks), words: Vec::new() }
+        Self {
+            intents: owned(intents),
+            slots: owned(slots),
+            marks: owned(marks),
+            words: Vec::new(),
+            intent_slots: BTreeMap::new(),
+        }
+    }
+
+    /// With the slots that each intent of `train` has, for decoding intent and tags together.
+    pub fn with_intent_slots(mut self, train: &[Utterance]) -> Self {
+        self.intent_slots.clear();
+        for Utterance { intent, tags, .. } in train {
+            let of_intent = self.intent_slots.entry(intent.clone()).or_default();
+            of_intent.utterances += 1;
+            of_intent.slots.extend(tags.iter().filter_map(|tag| slot_of(tag)).map(|(slot, _)| slot.to_owned()));
+        }
+        self
+    }
+
+    /// The log-probability, in nats, that an utterance of an intent has a slot which none of the
+    /// intent's `n` utterances in training has, `-ln(n + 2)` by the rule of succession (Laplace,
+    /// 1814); 0 for a slot that one of them has.
+    pub fn novelty(&self, intent: &str, slot: &str) -> f64 {
+        if self.intent_slots.is_empty() {
+            return 0.0;
+        }
+        match self.intent_slots.get(intent) {
+            Some(of_intent) if of_intent.slots.contains(slot) => 0.0,
+            of_intent => -((of_intent.map_or(0, |of_intent| of_intent.utterances) + 2) as f64).ln(),
+        }
     }
 
     /// With a type for each word that occurs more than once in `train`. Words that occur once are
@@ -153,6 +195,25 @@ mod tests {
         let text = serde_json::to_string(&plain).expect("JSON");
         assert!(!text.contains("words"), "{text}");
         assert_eq!(types(&plain.with_types_of(typed.clone())), types(&typed));
+    }
+
+    #[test]
+    fn a_slot_that_an_intent_never_has_is_the_less_probable_the_more_utterances_the_intent_has() {
+        let said = |intent: &str, tags: &str| Utterance {
+            words: Vec::new(),
+            tags: tags.split(' ').map(str::to_owned).collect(),
+            intent: intent.into(),
+        };
+        let train = [said("ask", "O B-city I-city"), said("ask", "O"), said("wave", "B-room")];
+        let (apart, joint) = (Labels::of(&train), Labels::of(&train).with_intent_slots(&train));
+        let slots = |labels: &Labels, intent: &str| ["city", "room"].map(|slot| labels.novelty(intent, slot).exp());
+        for (intent, wanted) in [("ask", [1.0, 0.25]), ("wave", [1.0 / 3.0, 1.0]), ("new", [0.5, 0.5])] {
+            assert!(slots(&joint, intent).iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-12), "{intent}");
+            assert_eq!(slots(&apart, intent), [1.0, 1.0]);
+        }
+        let text = serde_json::to_string(&joint).expect("JSON");
+        assert_eq!(serde_json::from_str::<Labels>(&text).expect("labels"), joint);
+        assert!(!serde_json::to_string(&apart).expect("JSON").contains("intent_slots"));
     }
 
     #[test]
