@@ -30,8 +30,8 @@ pub struct Labels {
 pub struct IntentSlots {
     /// How many there are.
     pub utterances: usize,
-    /// The slots that they fill.
-    pub slots: BTreeSet<String>,
+    /// How many of them have each slot.
+    pub slots: BTreeMap<String, usize>,
 }
 
 impl Labels {
@@ -58,22 +58,25 @@ impl Labels {
         for Utterance { intent, tags, .. } in train {
             let of_intent = self.intent_slots.entry(intent.clone()).or_default();
             of_intent.utterances += 1;
-            of_intent.slots.extend(tags.iter().filter_map(|tag| slot_of(tag)).map(|(slot, _)| slot.to_owned()));
+            let slots: BTreeSet<&str> = tags.iter().filter_map(|tag| slot_of(tag)).map(|(slot, _)| slot).collect();
+            slots.into_iter().for_each(|slot| *of_intent.slots.entry(slot.to_owned()).or_default() += 1);
         }
         self
     }
 
-    /// The log-probability, in nats, that an utterance of an intent has a slot which none of the
-    /// intent's `n` utterances in training has, `-ln(n + 2)` by the rule of succession (Laplace,
-    /// 1814); 0 for a slot that one of them has.
+    /// What a slot costs with an intent, in nats: 0 if an utterance of the intent has it in training,
+    /// else `-ln(1 + n)`, where so many are expected to have it if intents and slots were
+    /// independent. A rare slot costs little with a rare intent.
     pub fn novelty(&self, intent: &str, slot: &str) -> f64 {
-        if self.intent_slots.is_empty() {
+        let count = |of_intent: &IntentSlots| of_intent.slots.get(slot).copied().unwrap_or(0);
+        let of_intent = self.intent_slots.get(intent);
+        if of_intent.is_some_and(|of_intent| count(of_intent) > 0) {
             return 0.0;
         }
-        match self.intent_slots.get(intent) {
-            Some(of_intent) if of_intent.slots.contains(slot) => 0.0,
-            of_intent => -((of_intent.map_or(0, |of_intent| of_intent.utterances) + 2) as f64).ln(),
-        }
+        let all: f64 = self.intent_slots.values().map(|of_intent| of_intent.utterances as f64).sum();
+        let with_slot: f64 = self.intent_slots.values().map(|of_intent| count(of_intent) as f64).sum();
+        let with_intent = of_intent.map_or(0.0, |of_intent| of_intent.utterances as f64);
+        -(with_intent * with_slot / all.max(1.0)).ln_1p()
     }
 
     /// With a type for each word that occurs more than once in `train`. Words that occur once are
@@ -198,16 +201,18 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_an_intent_never_has_is_the_less_probable_the_more_utterances_the_intent_has() {
+    fn a_slot_costs_the_more_with_an_intent_the_more_often_both_would_meet_by_chance() {
         let said = |intent: &str, tags: &str| Utterance {
             words: Vec::new(),
             tags: tags.split(' ').map(str::to_owned).collect(),
             intent: intent.into(),
         };
-        let train = [said("ask", "O B-city I-city"), said("ask", "O"), said("wave", "B-room")];
+        let train =
+            [said("ask", "B-city I-city B-city"), said("ask", "O"), said("wave", "B-room"), said("wave", "B-room")];
         let (apart, joint) = (Labels::of(&train), Labels::of(&train).with_intent_slots(&train));
         let slots = |labels: &Labels, intent: &str| ["city", "room"].map(|slot| labels.novelty(intent, slot).exp());
-        for (intent, wanted) in [("ask", [1.0, 0.25]), ("wave", [1.0 / 3.0, 1.0]), ("new", [0.5, 0.5])] {
+        // Two of four utterances ask, one has a city and two have a room.
+        for (intent, wanted) in [("ask", [1.0, 0.5]), ("wave", [1.0 / 1.5, 1.0]), ("new", [1.0, 1.0])] {
             assert!(slots(&joint, intent).iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-12), "{intent}");
             assert_eq!(slots(&apart, intent), [1.0, 1.0]);
         }

@@ -68,8 +68,8 @@ impl Predictions {
 /// Finds the best intent and tags.
 ///
 /// Tags are well-formed: no span continues without having started. If the labels say which slots
-/// each intent has in training, intent and tags are decoded together: each span of a slot which
-/// the intent never has there costs [`Labels::novelty`].
+/// each intent has in training, intent and tags are decoded together: each span of a slot that the
+/// intent never has there costs [`Labels::novelty`].
 #[derive(Clone, Debug)]
 pub(crate) struct Decoder {
     /// For each intent, what each tag costs; empty if nothing does.
@@ -206,9 +206,13 @@ mod tests {
         }
     }
 
-    /// Intents `ask` and `wave`, slots `a` and `b`; `wave` never has `a`.
+    /// Intents `ask` and `wave`, slots `a` and `b`; half of the utterances have each intent, and
+    /// `wave` never has `a`.
     fn labels(utterances: usize) -> Labels {
-        let of = |slots: &[&str]| IntentSlots { utterances, slots: slots.iter().map(|slot| (*slot).into()).collect() };
+        let of = |slots: &[&str]| IntentSlots {
+            utterances,
+            slots: slots.iter().map(|slot| ((*slot).into(), utterances)).collect(),
+        };
         Labels {
             intents: vec!["ask".into(), "wave".into()],
             slots: vec!["a".into(), "b".into()],
@@ -232,7 +236,7 @@ mod tests {
             // Nothing excludes the other.
             ([0.6, 0.4], one, (0, 1)),
             ([0.4, 0.6], [0.1, 0.1, 0.1, 0.6, 0.1], (1, 3)),
-            // So sure that even 1 in 100 is more.
+            // So sure that even 1 in 50 is more.
             ([0.0001, 0.9999], [1e-5, 0.99, 1e-5, 1e-5, 1e-5], (1, 1)),
         ] {
             let intents = logs(&intents);

@@ -89,8 +89,8 @@ pub struct DataRecipe {
     /// Whether each word that utterances of the training part have more than once has an embedding,
     /// next to those of its pieces, and all other words share one.
     pub word_types: bool,
-    /// Whether the intent and the slots of an utterance are decoded together: a slot which training
-    /// never has with an intent is improbable with it.
+    /// Whether the intent and the slots of an utterance are decoded together: a slot costs something
+    /// with an intent that never has it in training.
     pub joint_decoding: bool,
     /// Share of the data that is held out.
     pub holdout: f64,
