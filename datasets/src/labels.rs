@@ -64,9 +64,9 @@ impl Labels {
         self
     }
 
-    /// What a slot costs with an intent, in nats: 0 if an utterance of the intent has it in training,
-    /// else `-ln(1 + n)`, where so many are expected to have it if intents and slots were
-    /// independent. A rare slot costs little with a rare intent.
+    /// What a slot costs with an intent, in nats: `-ln(1 + n)` if `n` utterances of training would
+    /// have both, were intents and slots independent, and none has. It is 0 if one has both, and if
+    /// fewer than five would: then nothing follows from their absence (Cochran, 1954).
     pub fn novelty(&self, intent: &str, slot: &str) -> f64 {
         let count = |of_intent: &IntentSlots| of_intent.slots.get(slot).copied().unwrap_or(0);
         let of_intent = self.intent_slots.get(intent);
@@ -76,7 +76,8 @@ impl Labels {
         let all: f64 = self.intent_slots.values().map(|of_intent| of_intent.utterances as f64).sum();
         let with_slot: f64 = self.intent_slots.values().map(|of_intent| count(of_intent) as f64).sum();
         let with_intent = of_intent.map_or(0.0, |of_intent| of_intent.utterances as f64);
-        -(with_intent * with_slot / all.max(1.0)).ln_1p()
+        let expected = with_intent * with_slot / all.max(1.0);
+        if expected < LEAST_EXPECTED { 0.0 } else { -expected.ln_1p() }
     }
 
     /// With a type for each word that occurs more than once in `train`. Words that occur once are
@@ -155,6 +156,9 @@ pub(crate) const UNKNOWN_TYPE: usize = 1;
 /// The type of the first known word.
 const FIRST_KNOWN_TYPE: usize = 2;
 
+/// With fewer utterances expected of an intent and a slot, it says nothing that there is none.
+const LEAST_EXPECTED: f64 = 5.0;
+
 /// Whether a word has neither letters nor digits.
 fn is_mark(word: &str) -> bool {
     !word.chars().any(char::is_alphanumeric)
@@ -207,14 +211,19 @@ mod tests {
             tags: tags.split(' ').map(str::to_owned).collect(),
             intent: intent.into(),
         };
-        let train =
-            [said("ask", "B-city I-city B-city"), said("ask", "O"), said("wave", "B-room"), said("wave", "B-room")];
+        let times = |count: usize, utterance: Utterance| std::iter::repeat_n(utterance, count);
+        let train: Vec<Utterance> = times(10, said("ask", "B-city I-city B-city"))
+            .chain(times(20, said("ask", "O")))
+            .chain(times(30, said("wave", "B-room")))
+            .chain(times(1, said("jump", "B-rope")))
+            .collect();
         let (apart, joint) = (Labels::of(&train), Labels::of(&train).with_intent_slots(&train));
-        let slots = |labels: &Labels, intent: &str| ["city", "room"].map(|slot| labels.novelty(intent, slot).exp());
-        // Two of four utterances ask, one has a city and two have a room.
-        for (intent, wanted) in [("ask", [1.0, 0.5]), ("wave", [1.0 / 1.5, 1.0]), ("new", [1.0, 1.0])] {
-            assert!(slots(&joint, intent).iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-12), "{intent}");
-            assert_eq!(slots(&apart, intent), [1.0, 1.0]);
+        let slots = |labels: &Labels, intent: &str| ["city", "room", "rope"].map(|slot| labels.novelty(intent, slot));
+        // Of 61 utterances, 14.8 would ask and have a room, and 4.9 would wave and have a city.
+        let room = -(30.0 * 30.0 / 61.0f64).ln_1p();
+        for (intent, wanted) in [("ask", [0.0, room, 0.0]), ("wave", [0.0; 3]), ("jump", [0.0; 3]), ("new", [0.0; 3])] {
+            assert_eq!(slots(&joint, intent), wanted, "{intent}");
+            assert_eq!(slots(&apart, intent), [0.0; 3]);
         }
         let text = serde_json::to_string(&joint).expect("JSON");
         assert_eq!(serde_json::from_str::<Labels>(&text).expect("labels"), joint);

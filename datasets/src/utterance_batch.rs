@@ -171,6 +171,8 @@ pub struct Variation {
     /// Of making such a value, of an open slot, from the beginning of one value and the end of
     /// another, so that its borders are learnt from what is around it.
     pub splice_values: f64,
+    /// Of masking words of an open slot's value, each with a probability of a half.
+    pub hide_values: f64,
     /// Of masking a word with `[UNK]`, so that the model learns to use its context.
     pub hide_words: f64,
 }
@@ -424,32 +426,37 @@ impl EncodedUtterances {
             words.iter().map(|(place, _)| self.spellings[*place].usual.len()).sum()
         };
         let mut room = self.longest - row.length;
+        // The words, and whether they are masked.
         let mut words = Vec::with_capacity(row.words.len());
+        let seen = |(place, tag): &(usize, i32)| (*place, *tag, false);
         let mut said = 0;
         for span in value_spans(&row.words) {
-            words.extend_from_slice(&row.words[said..span.start]);
+            words.extend(row.words[said..span.start].iter().map(seen));
             said = span.end;
             let value = &row.words[span];
-            let others = self.values.get(&value[0].1).filter(|_| rng.chance(variation.swap_values));
+            let known = self.values.get(&value[0].1);
+            let others = known.filter(|_| rng.chance(variation.swap_values));
             let other = others.map(|others| others.varied(rng, variation.splice_values));
             let chosen = other.filter(|other| usual(other) <= usual(value) + room).unwrap_or(Cow::Borrowed(value));
             room = room + usual(value) - usual(&chosen);
-            words.extend_from_slice(&chosen);
+            let is_open = variation.hide_values > 0.0 && known.is_some_and(|known| known.is_open);
+            let hides = is_open && rng.chance(variation.hide_values);
+            words.extend(chosen.iter().map(|(place, tag)| (*place, *tag, hides && rng.chance(0.5))));
         }
-        words.extend_from_slice(&row.words[said..]);
+        words.extend(row.words[said..].iter().map(seen));
 
         // A word whose pieces are not its usual ones is as unknown as a new word.
         let kind = if self.typed { UNKNOWN_TYPE } else { 0 };
         let unknown = [self.unknown];
         let written: Vec<Written<'_>> = words
             .iter()
-            .map(|(place, tag)| {
+            .map(|(place, tag, hidden)| {
                 let Spelling { usual, letters, .. } = &self.spellings[*place];
                 let more = letters.len().saturating_sub(usual.len());
-                if rng.chance(variation.split_words) && more <= room {
+                if !hidden && rng.chance(variation.split_words) && more <= room {
                     room -= more;
                     Written { pieces: letters, tag: *tag, kind }
-                } else if rng.chance(variation.hide_words) {
+                } else if *hidden || rng.chance(variation.hide_words) {
                     Written { pieces: &unknown, tag: *tag, kind }
                 } else {
                     self.usual_word(*place, *tag)
@@ -528,10 +535,17 @@ mod tests {
     }
 
     const NO: i32 = IGNORED_TARGET;
-    const AS_IT_IS: Variation = Variation { split_words: 0.0, swap_values: 0.0, splice_values: 0.0, hide_words: 0.0 };
+    const AS_IT_IS: Variation =
+        Variation { split_words: 0.0, swap_values: 0.0, splice_values: 0.0, hide_values: 0.0, hide_words: 0.0 };
 
     fn varied(share: f64) -> Variation {
-        Variation { split_words: share, swap_values: share, splice_values: share, hide_words: share }
+        Variation {
+            split_words: share,
+            swap_values: share,
+            splice_values: share,
+            hide_values: share,
+            hide_words: share,
+        }
     }
 
     #[test]
@@ -634,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn values_of_open_slots_are_spliced_and_others_are_not() {
+    fn values_of_open_slots_are_spliced_and_hidden_and_others_are_not() {
         let said = |city: &str, kind: &str| {
             let tags = (0..city.split(' ').count()).map(|at| if at == 0 { " B-city" } else { " I-city" });
             utterance(&format!("on {city} {kind}"), &format!("O{} B-kind", tags.collect::<String>()), "light")
@@ -676,6 +690,20 @@ mod tests {
         for never in ["b a", "d", "e", "b", "e c"] {
             assert!(!seen.contains(never), "{never}: a value begins as one does, and ends as one does");
         }
+        let unknown = pieces.unknown() as i32;
+        let (mut hidden, mut words) = (0, 0);
+        for step in 0..400 {
+            let batch = all.batch(BatchKey::new(2, step), 5, Variation { hide_values: 0.6, ..AS_IT_IS });
+            for (id, tag) in batch.ids().iter().zip(batch.targets()) {
+                let tag = labels.tag(usize::try_from(*tag).unwrap_or(usize::MAX));
+                let is_city = tag.ends_with("-city");
+                assert!(is_city || *id != unknown, "{tag} is hidden");
+                words += usize::from(is_city);
+                hidden += usize::from(*id == unknown);
+            }
+        }
+        let share = hidden as f64 / words as f64;
+        assert!((share - 0.3).abs() < 0.03, "{share} of the words are hidden");
     }
 
     #[test]

@@ -69,7 +69,7 @@ impl Recipe {
                 (self.task == IntentSlot && self.init.is_none(), "utterances (task intent-slot) and a new model")
             }
             ("data", "pieces" | "joint_decoding")
-            | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
+            | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_values" | "hide_words") => {
                 (self.task == IntentSlot, "utterances (task intent-slot)")
             }
             ("training", "splice_values") => (

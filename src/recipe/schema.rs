@@ -236,6 +236,8 @@ pub struct TrainingRecipe {
     /// Share of these values that are made from the beginning of one value and the end of another, in
     /// slots that are open by their training values.
     pub splice_values: f64,
+    /// Share of the values of such slots half of whose words are masked, in training on utterances.
+    pub hide_values: f64,
     /// Share of words masked, in training on utterances.
     pub hide_words: f64,
     /// `f32` or `bf16`.
@@ -296,6 +298,7 @@ impl Default for TrainingRecipe {
             split_words: 0.0,
             swap_values: 0.0,
             splice_values: 0.0,
+            hide_values: 0.0,
             hide_words: 0.0,
             precision: Precision::F32,
             shard: Shard::Optimizer,
@@ -389,6 +392,7 @@ impl Recipe {
             ("training.split_words", training.split_words),
             ("training.swap_values", training.swap_values),
             ("training.splice_values", training.splice_values),
+            ("training.hide_values", training.hide_values),
             ("training.hide_words", training.hide_words),
             ("lora.lora_dropout", self.lora.lora_dropout),
         ];

@@ -123,10 +123,11 @@ impl IntentSlot {
         };
         let open: Vec<String> = self.train.open_slots().into_iter().map(|tag| self.labels.tag(tag)).collect();
         let open: Vec<&str> = open.iter().filter_map(|tag| tag.strip_prefix("B-")).collect();
-        let open = match (open.len(), training.splice_values > 0.0 && training.swap_values > 0.0) {
+        let splices = training.splice_values > 0.0 && training.swap_values > 0.0;
+        let open = match (open.len(), splices || training.hide_values > 0.0) {
             (_, false) => String::new(),
             (0, true) => ", none of them open".to_string(),
-            (number, true) => format!(", {number} of them open ({}), whose values are spliced,", open.join(", ")),
+            (number, true) => format!(", {number} of them open ({}), whose values are varied,", open.join(", ")),
         };
         format!(
             "vocabulary of {known} pieces{words}; {intents} intents, {slots} slots{open} in {count} utterances{cut}; \
@@ -164,8 +165,8 @@ impl IntentSlot {
     }
 
     pub(crate) fn batch(&self, training: &TrainingRecipe, key: BatchKey, rows: usize) -> UtteranceBatch {
-        let TrainingRecipe { split_words, swap_values, splice_values, hide_words, .. } = *training;
-        self.train.batch(key, rows, Variation { split_words, swap_values, splice_values, hide_words })
+        let TrainingRecipe { split_words, swap_values, splice_values, hide_values, hide_words, .. } = *training;
+        self.train.batch(key, rows, Variation { split_words, swap_values, splice_values, hide_values, hide_words })
     }
 
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
