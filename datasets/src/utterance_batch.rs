@@ -663,7 +663,7 @@ mod tests {
         let id_of: HashMap<i32, char> =
             ('a'..='y').filter_map(|c| Some((i32::try_from(*pieces.word(&c.to_string()).first()?).ok()?, c))).collect();
         let (mut seen, mut kinds) = (BTreeSet::new(), BTreeSet::new());
-        for step in 0..400 {
+        for step in 0..4000 {
             let batch =
                 all.batch(BatchKey::new(1, step), 1, Variation { swap_values: 0.999, splice_values: 0.5, ..AS_IT_IS });
             let cells = batch.ids().iter().zip(batch.targets()).take(batch.lengths()[0] as usize);
