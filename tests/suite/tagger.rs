@@ -6,7 +6,7 @@ use std::path::Path;
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::{Int, Tensor, TensorData, activation};
-use fireclay::backend::{OnBackend as _, RunContext};
+use fireclay::backend::RunContext;
 use fireclay::inference::embedding::Embedder;
 use fireclay::inference::loaded::{ModelToLoad, TokenRows};
 use fireclay::inference::prediction::Predictor;
