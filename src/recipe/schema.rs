@@ -179,6 +179,17 @@ pub enum Reduce {
     Bf16,
 }
 
+/// The weights that a run ends with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Keep {
+    /// Those of the best validation.
+    #[default]
+    Best,
+    /// Those of the last one.
+    Last,
+}
+
 /// The `[training]` of a recipe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -252,6 +263,8 @@ pub struct TrainingRecipe {
     pub valid_every: u64,
     /// Tokens between validations, rounded up to a step; 0 to count steps.
     pub valid_every_tokens: u64,
+    /// Whether the weights of the best validation are kept, or the last ones: `best` or `last`.
+    pub keep: Keep,
     /// Patience: validations in a row without improvement after which training stops; 0 for never.
     pub patience: u64,
     /// Tokens of a sample generated at each validation; 0 for none.
@@ -306,6 +319,7 @@ impl Default for TrainingRecipe {
             seed: 1337,
             valid_every: 250,
             valid_every_tokens: 0,
+            keep: Keep::Best,
             patience: 0,
             sample_tokens: 64,
             sample_prompt: String::new(),
@@ -398,6 +412,11 @@ impl Recipe {
         ];
         if let Some((name, value)) = shares.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
             return Err(Failure::usage(format!("{name} is {value}: it must be at least 0 and below 1")));
+        }
+        if training.keep == Keep::Last && training.patience > 0 {
+            return Err(Failure::usage(
+                "training.patience stops after the best validation, and training.keep is last: set keep=best",
+            ));
         }
         if self.data.source == STDIN || self.data.corpora.contains_key(STDIN) {
             let mend = "fireclay prepare --data - --tokenizer FILE --out DIR, then train with --data DIR";

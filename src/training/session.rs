@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::process_memory::process_memory;
-use crate::recipe::schema::TrainingRecipe;
+use crate::recipe::schema::{Keep, TrainingRecipe};
 use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::TestReport;
 use crate::tasks::validation::{Validation, ValidationOutput};
@@ -305,7 +305,8 @@ impl<B: Backend> Session<B> {
         Ok(validation)
     }
 
-    /// Validates. Returns whether this is the best result so far.
+    /// Validates. Returns whether the weights are kept: if this is the best result so far, or the last
+    /// one counts.
     fn validate(&mut self, step: u64, sink: &mut impl Sink) -> Result<bool, Failure> {
         let tokens = self.training().valid_tokens;
         let ValidationOutput { validation, confusions } = self.trainer.evaluate(tokens)?;
@@ -332,7 +333,8 @@ impl<B: Backend> Session<B> {
                 Err(failure) => self.tell(&Event::Warned { step, text: format!("no sample: {failure}") }, sink)?,
             }
         }
-        let improved = self.best.is_none_or(|best| validation.is_better_than(&best.validation));
+        let last_counts = self.training().keep == Keep::Last;
+        let improved = last_counts || self.best.is_none_or(|best| validation.is_better_than(&best.validation));
         match &mut self.best {
             Some(best) if !improved => best.without_improvement += 1,
             best => *best = Some(Best { step, validation, without_improvement: 0 }),

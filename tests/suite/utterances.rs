@@ -201,6 +201,25 @@ fn training_on_utterances_goes_on_to_the_same_bytes() {
 }
 
 #[test]
+fn a_run_keeps_its_best_or_its_last_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    // At this rate the loss of the untrained model is the best.
+    let rates = ["--set", "learning_rate=50", "--set", "warmup_steps=0", "--set", "schedule=constant"];
+    for keep in ["best", "last"] {
+        let out = folder.path().join(keep);
+        let kept = ["--set", &format!("keep={keep}"), "--json", "--out", text(&out)];
+        let done = done_line(&train(&[&SMALL[..8], &["--set", "valid_every=1"], &SMALL[10..], &rates, &kept].concat()));
+        let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).expect("a model");
+        let is_last = weights(&out) == weights(&out.join("training/step-00000006"));
+        assert_eq!(is_last, done["best_step"] == 6, "{done}");
+        assert!(keep == "best" || is_last, "{done}");
+        assert!(keep == "last" || !is_last, "{done}");
+    }
+    let refused = ["--set", "keep=last", "--set", "patience=2", "--out", text(&folder.path().join("new"))];
+    assert_refused(&train(&[&SMALL[..], &refused].concat()), 2, &["training.patience", "keep=best"]);
+}
+
+#[test]
 fn several_seeds_are_reported_as_mean_and_deviation() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("runs");
