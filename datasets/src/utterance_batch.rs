@@ -658,7 +658,7 @@ mod tests {
         let labels = Labels::of(&samples);
         let pieces = PieceTokenizer::train(&samples, 100).expect("letters fit");
         let all = EncodedUtterances::new(&samples, &labels, &pieces, 64).expect("room for words");
-        assert_eq!(all.open_slots(), [labels.tag_id("B-city").expect("known") as usize]);
+        assert_eq!(all.open_slots(), [labels.tag_id("B-city").expect("known")]);
         let known: BTreeSet<&str> = ["a b", "c d e", "f", "g"].into();
         let id_of: HashMap<i32, char> =
             ('a'..='y').filter_map(|c| Some((i32::try_from(*pieces.word(&c.to_string()).first()?).ok()?, c))).collect();
