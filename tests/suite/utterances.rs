@@ -213,7 +213,8 @@ fn a_run_keeps_its_best_or_its_last_weights() {
         let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).expect("a model");
         assert!(keep == "best" || weights(&out) == weights(&out.join("training/step-00000006")), "{rate}");
     }
-    let refused = ["--set", "keep=last", "--set", "patience=2", "--out", text(&folder.path().join("new"))];
+    let new = folder.path().join("new");
+    let refused = ["--set", "keep=last", "--set", "patience=2", "--out", text(&new)];
     assert_refused(&train(&[&SMALL[..], &refused].concat()), 2, &["training.patience", "keep=best"]);
 }
 
