@@ -38,12 +38,17 @@ use crate::rehearsal;
 pub(crate) const COMMON: &str = include_str!("include/common.cuh");
 /// Shared source of kernels for Hopper: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = concat!(include_str!("include/common.cuh"), include_str!("include/hopper.cuh"));
+/// The tile of GEMMs for Hopper, and its product.
+pub(crate) const GEMM: &str = include_str!("include/gemm.cuh");
 /// The largest logit and its token.
 pub(crate) const LARGEST: (&str, &str) = ("largest.cuh", include_str!("include/largest.cuh"));
 /// Maximum shared memory of a block there, in bytes.
 pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.targets()[0].shared_bytes;
 /// Shared source of kernels for Ampere and later: `cp.async`, `mma`.
-pub(crate) const AMPERE: &str = concat!(include_str!("include/common.cuh"), include_str!("include/ampere.cuh"));
+pub(crate) const AMPERE: &str =
+    concat!(include_str!("include/common.cuh"), include_str!("include/copies.cuh"), include_str!("include/ampere.cuh"));
+/// Copies that a thread does not wait for, for kernels whose headers lack them.
+pub(crate) const COPIES: &str = include_str!("include/copies.cuh");
 
 type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
 
