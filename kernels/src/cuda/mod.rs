@@ -45,10 +45,7 @@ pub(crate) const LARGEST: (&str, &str) = ("largest.cuh", include_str!("include/l
 /// Maximum shared memory of a block there, in bytes.
 pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.targets()[0].shared_bytes;
 /// Shared source of kernels for Ampere and later: `cp.async`, `mma`.
-pub(crate) const AMPERE: &str =
-    concat!(include_str!("include/common.cuh"), include_str!("include/copies.cuh"), include_str!("include/ampere.cuh"));
-/// Copies that a thread does not wait for, for kernels whose headers lack them.
-pub(crate) const COPIES: &str = include_str!("include/copies.cuh");
+pub(crate) const AMPERE: &str = concat!(include_str!("include/common.cuh"), include_str!("include/ampere.cuh"));
 
 type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
 

@@ -1,7 +1,7 @@
-// What kernels for Ampere and later (sm_80) share, besides common.cuh and copies.cuh: products by a
-// warp.
+// What kernels for Ampere and later (sm_80) share, besides common.cuh: copies into shared memory
+// that a thread does not wait for, and products by a warp.
 //
-// PTX ISA, section 9.7.14.5 (mma).
+// PTX ISA, sections 9.7.9.25.3 (cp.async) and 9.7.14.5 (mma).
 
 // The name of an operation's kernel.
 #define KERNEL_OF(operation) operation##_ampere
@@ -11,6 +11,39 @@
 __device__ __forceinline__ u32 shared_base() {
     extern __shared__ __align__(128) unsigned char memory[];
     return shared_address(memory);
+}
+
+// ---- cp.async: 16 bytes from memory to shared memory.
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Only if `copies`; zeros, and nothing is read, if `zero`.
+__device__ __forceinline__ void copy_async_if(bool copies, u32 to, const void* from, bool zero) {
+    asm volatile(
+        "{ .reg .pred copies, zero; setp.ne.b32 copies, %2, 0; setp.ne.b32 zero, %3, 0;\n"
+        "@copies cp.async.cg.shared.global.L2::128B [%0], [%1], 16, zero; }" ::"r"(to),
+        "l"(from), "r"(static_cast<int>(copies)), "r"(static_cast<int>(zero))
+        : "memory");
+}
+
+// Eight bytes.
+__device__ __forceinline__ void copy_async_8(u32 to, const void* from, bool zero) {
+    asm volatile("{ .reg .pred zero; setp.ne.b32 zero, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 8, zero; }" ::
+                 "r"(to), "l"(from), "r"(static_cast<int>(zero))
+                 : "memory");
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all groups of this thread but the last PENDING ones.
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- mma: 16 rows of `a` by 8 columns of `b`, 16 of K (8 in TF32), all in the registers of a warp.

@@ -3,6 +3,8 @@
 
 mod between;
 mod choose;
+#[cfg(feature = "cuda")]
+pub(super) mod gather;
 mod product;
 mod products;
 pub(super) mod sort;
@@ -77,8 +79,9 @@ where
 
         // As if all weights were one: the gradient of a weight is what its expert's output, and so
         // its hidden row and bias, have in common with the gradient of the sum.
+        let grad_rows = products.rows(grad.clone());
         let inputs = BetweenInputs {
-            d_hidden: products.d_hidden(&grad),
+            d_hidden: products.d_hidden(&grad_rows),
             inner: primitive(inner),
             weights: weights.clone(),
             bias: layer.down_bias.clone().map(|bias| [grad.clone(), primitive(bias)]),
@@ -101,7 +104,7 @@ where
             weights: d_weights.reshape([tokens, k]).cast(weights_dtype),
             up: up_wanted.weight.then(|| float(products.d_up(d_inner, up_sum))),
             up_bias,
-            down: down_wanted.weight.then(|| float(products.d_down(&grad, hidden, down_sum))),
+            down: down_wanted.weight.then(|| float(products.d_down(&grad_rows, hidden, down_sum))),
             down_bias,
         }
     }

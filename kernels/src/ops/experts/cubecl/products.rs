@@ -119,12 +119,22 @@ impl<R: CubeRuntime> Products<R> {
                 grouped_product((hidden, 1), order, self.matrices(down, false), extra)
             }
             #[cfg(feature = "cuda")]
-            Kernels::Hopper(hopper) => hopper.down(&hidden, bias, weights),
+            Kernels::Hopper(hopper) => hopper.down(hidden, bias, weights),
         }
     }
 
-    /// `grad` `[tokens, d_model]` through the second projections: `[slots, d_ff]`, in the order of
-    /// slots, or [places](Self::places).
+    /// Rows of tokens as [`Self::d_hidden`] and [`Self::d_down`] take them: one for each place if these
+    /// are in the order of [places](Self::places).
+    pub(super) fn rows(&self, of_tokens: CubeTensor<R>) -> CubeTensor<R> {
+        match &self.kernels {
+            Kernels::Portable { .. } => of_tokens,
+            #[cfg(feature = "cuda")]
+            Kernels::Hopper(hopper) => hopper.rows(&of_tokens),
+        }
+    }
+
+    /// The [rows](Self::rows) of the output's gradient through the second projections: `[slots,
+    /// d_ff]`, in the order of slots, or [places](Self::places).
     pub(super) fn d_hidden(&self, grad: &CubeTensor<R>) -> CubeTensor<R> {
         match &self.kernels {
             Kernels::Portable { down, order, .. } => {
@@ -155,12 +165,12 @@ impl<R: CubeRuntime> Products<R> {
         match &self.kernels {
             Kernels::Portable { order, .. } => grouped_outer((d_inner, 1), (self.x.clone(), self.sizes.k), order, sum),
             #[cfg(feature = "cuda")]
-            Kernels::Hopper(hopper) => hopper.d_up(d_inner, &self.x, sum),
+            Kernels::Hopper(hopper) => hopper.d_up(&d_inner, &self.x, sum),
         }
     }
 
     /// The gradient of the second projections, f32 `[n_experts * d_model, d_ff]`, added to `sum` if
-    /// given, from the gradient of the output, and `hidden` times its weights in the order that
+    /// given, from the [rows](Self::rows) of the output's gradient, and `hidden` times its weights in the order that
     /// [`Self::d_hidden`] has.
     pub(super) fn d_down(
         &self,
@@ -171,7 +181,7 @@ impl<R: CubeRuntime> Products<R> {
         match &self.kernels {
             Kernels::Portable { order, .. } => grouped_outer((grad.clone(), self.sizes.k), (hidden, 1), order, sum),
             #[cfg(feature = "cuda")]
-            Kernels::Hopper(hopper) => hopper.d_down(grad, hidden, sum),
+            Kernels::Hopper(hopper) => hopper.d_down(grad, &hidden, sum),
         }
     }
 

@@ -3,12 +3,12 @@
 use std::sync::Mutex;
 
 use super::{BLOCKS, DEPTH, TILE_ROWS};
-use crate::cuda::{self, COPIES, CudaKernel, GEMM, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, CudaKernel, GEMM, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::activation::ActivationKind;
 
 /// Of 16 rows and 64 columns, one for each of eight warps; and barriers.
 const OTHER_BYTES: usize = 8 * 16 * 128 + 256;
-const GATHERED: &str = include_str!("sm90/gathered.cuh");
+const GROUPED: &str = include_str!("sm90/grouped.cuh");
 
 /// Widths of tiles, and the relative time of a stage: see `TILE_COSTS` of the dense GEMM.
 const WIDTHS: [(usize, f64); 3] = [(128, 0.456), (192, 0.588), (256, 0.79)];
@@ -26,7 +26,7 @@ fn shared_bytes(columns: usize) -> usize {
 }
 
 fn source(half: &str, defined: String, source: &str) -> String {
-    format!("#define HALF \"{half}\"\n#define TF32 0\n{defined}{HOPPER}{COPIES}{GEMM}{GATHERED}{source}")
+    format!("#define HALF \"{half}\"\n#define TF32 0\n{defined}{HOPPER}{GEMM}{GROUPED}{source}")
 }
 
 /// Rows times the matrices of their experts.
@@ -86,7 +86,6 @@ pub(super) struct GroupedOuter {
     pub(super) half: &'static str,
     /// Columns of a tile.
     pub(super) columns: usize,
-    pub(super) transposed: bool,
     pub(super) adds: bool,
 }
 
@@ -100,14 +99,13 @@ impl CudaKernel for GroupedOuter {
     }
 
     fn source(&self) -> String {
-        let Self { half, columns, transposed, adds } = *self;
+        let Self { half, columns, adds } = *self;
         let defined = cuda::defines([
             ("COLUMNS", columns),
             ("STAGES", stages(columns)),
             ("A_MAJOR_M", 1),
             ("B_MAJOR_N", 1),
             ("GATED", 0),
-            ("TRANSPOSED", transposed.into()),
             ("ADDS", adds.into()),
         ]);
         source(half, defined, include_str!("sm90/outer.cu"))
@@ -188,10 +186,8 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
         ];
         all.into_iter().filter(move |kernel| !kernel.gated || columns.is_multiple_of(128))
     });
-    let outer = widths.into_iter().flat_map(|columns| {
-        let variants = [(false, false), (false, true), (true, false), (true, true)];
-        variants.map(|(transposed, adds)| GroupedOuter { half: "bf16", columns, transposed, adds })
-    });
+    let outer =
+        widths.into_iter().flat_map(|columns| [false, true].map(|adds| GroupedOuter { half: "bf16", columns, adds }));
     products.map(cuda::named).chain(outer.map(cuda::named))
 }
 

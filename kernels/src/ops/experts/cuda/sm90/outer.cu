@@ -1,26 +1,20 @@
-// The gradient of experts' matrices on Hopper: of each expert `a^T b` over its rows, of 16 bits.
+// The gradient of experts' matrices on Hopper: of each expert `a^T b` over its places, of 16 bits.
 //
-//                        b: places x N
-//                  expert 0 +-----------+
+//                         b: places x N
 //                           |           |
-//                  expert 1 +-----------+
-//                           |           |
-//   a: rows in any order    +-----------+
-//   M  | | | | | | | |        64 places are a stage           out: f32 [experts, M, N]
-//      slots 7 9 ..                                                or [experts, N, M] if TRANSPOSED
+//   a: M x places           +-----------+ first place of the expert        out: f32 [experts, M, N]
+//   +----------------+      |           | 64 places are a stage
+//   | 256 of M       |      |  COLUMNS  | ..
+//   +----------------+      +-----------+ next expert: there `a` has zeros
 //
-// Blocks stay: a cluster takes every so manyth tile of 256 of M by COLUMNS, over all rows of an
-// expert, so that each is added up in one order. Behind the expert's last row `a` has zeros.
+// Blocks stay: a cluster takes every so manyth tile of 256 of M by COLUMNS, over all places of an
+// expert, so that each is added up in one order.
 //
-// Compiled with: HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M (1), B_MAJOR_N (1), GATED (0),
-// TRANSPOSED, ADDS (1: to what `out` has).
+// Compiled with: HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M (1), B_MAJOR_N (1), GATED (0), ADDS
+// (1: to what `out` has).
 
 struct Info {
     u64 m, n, n_experts;
-    // Slots of a row of `a`, whose number is a slot's over this.
-    u64 share;
-    // Distance of the rows of `a`.
-    u64 stride;
 };
 
 struct Tile {
@@ -70,75 +64,29 @@ struct Schedule {
     }
 };
 
-// Four warps: bring the stages. Eight threads copy 64 of M of a place.
-__device__ void produce(const TensorMap& b_map, const Half* a, const Order& order, const Info& info,
+// One thread: brings the stages.
+__device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const u32* starts, const Info& info,
                         const Shared& shared) {
-    constexpr int EACH = DEPTH / 16;
-    int thread = threadIdx.x, chunk = thread % 8, own = thread / 8;
-    u32 offset = own * ROW_BYTES + ((chunk ^ own % 8) << 4), share = static_cast<u32>(info.share);
-    Schedule schedule(info, order.starts);
+    int rank = static_cast<int>(cluster_rank());
+    Schedule schedule(info, starts);
     Ring<STAGES> at;
-    Tile tile, next;
-    u32 slots[EACH];
-    auto find = [&](const Tile& of, int step) {
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int place = of.first + step * DEPTH + own + 16 * i;
-            slots[i] = place < of.end ? __ldg(order.slots + place) : ~0u;
-        }
-    };
-    bool more = schedule.next(tile);
-    if (more) {
-        find(tile, 0);
-    }
-    for (; more; tile = next) {
-        more = schedule.next(next);
-        int stages = tile.stages(), column = tile.row + chunk * 8;
-        if (stages == 0 && more) {
-            find(next, 0);
-        }
-        for (int step = 0; step < stages; step++) {
+    for (Tile tile; schedule.next(tile);) {
+        for (int place = tile.first; place < tile.end; place += DEPTH) {
             barrier_wait(shared.empty(at.stage), at.parity ^ 1);
             u32 full = shared.full(at.stage);
-            if (thread == 0) {
-                barrier_expect(full, B_BYTES);
-                bring_b(b_map, shared.b(at.stage), cluster_rank(), tile.first + step * DEPTH, tile.column, 0, full);
+            barrier_expect(full, STAGE_BYTES);
+            for (int block = 0; block < CONSUMERS; block++) {
+                tma_load(shared.a(at.stage) + block * BLOCK_BYTES, a_map, tile.row + block * 64, place, full);
             }
-            u32 to = shared.a(at.stage) + offset;
-            #pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                bool there = slots[i] != ~0u;
-                const Half* row = a + (there ? slots[i] / share : 0) * info.stride;
-                #pragma unroll
-                for (int block = 0; block < CONSUMERS; block++) {
-                    bool reads = there && column + block * 64 < info.m;
-                    copy_async_if(true, to + block * BLOCK_BYTES + i * 16 * ROW_BYTES,
-                                  row + (reads ? column + block * 64 : 0), !reads);
-                }
-            }
-            copies_arrive(full);
-            // Those of the next stage come while this one does.
-            if (step + 1 < stages) {
-                find(tile, step + 1);
-            } else if (more) {
-                find(next, 0);
-            }
+            bring_b(b_map, shared.b(at.stage), rank, place, tile.column, 0, full);
             at.advance();
         }
     }
 }
 
-__device__ __forceinline__ void put(float* to, float x) {
-    if (ADDS) {
-        // Atomic adds without waiting. Each element is added to once per launch.
-        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
-    } else {
-        *to = x;
-    }
-}
-
 __device__ __forceinline__ void put(float* to, float x, float y) {
     if (ADDS) {
+        // Atomic adds without waiting. Each element is added to once per launch.
         asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
     } else {
         asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
@@ -160,26 +108,35 @@ __device__ __forceinline__ void store(const Sums& sums, float* out, const Info& 
             int column = tile.column + i * 8 + lane % 4 * 2;
             if (column < info.n) {
                 float x = sums[i][2 * half], y = sums[i][2 * half + 1];
-                if (TRANSPOSED) {
-                    put(out + column * info.m + row, x);
-                    put(out + (column + 1) * info.m + row, y);
-                } else {
-                    put(out + row * info.n + column, x, y);
-                }
+                put(out + row * info.n + column, x, y);
             }
         }
     }
 }
 
-__device__ void consume(const Order& order, float* out, const Info& info, const Shared& shared, int consumer) {
-    Schedule schedule(info, order.starts);
+// A warpgroup: of its 64 columns of `a` those rows become zeros that are another expert's.
+__device__ __forceinline__ void clear_rows(u32 a, int rows, int barrier) {
+    for (int chunk = threadIdx.x % WARPGROUP + rows * 8; chunk < DEPTH * 8; chunk += WARPGROUP) {
+        shared_store(a + chunk * 16, make_uint4(0, 0, 0, 0));
+    }
+    async_proxy_fence();
+    named_barrier(barrier, WARPGROUP);
+}
+
+__device__ void consume(const u32* starts, float* out, const Info& info, const Shared& shared, int consumer) {
+    Schedule schedule(info, starts);
     Ring<STAGES> at;
     Tile tile, next;
     for (bool more = schedule.next(tile); more; tile = next) {
         Sums sums;
         if (int stages = tile.stages()) {
+            auto clear = [&](u32 a) {
+                if (int rows = (tile.end - tile.first) % DEPTH) {
+                    clear_rows(a, rows, 1 + consumer);
+                }
+            };
             multiply_stages(sums, shared, at, stages, consumer * BLOCK_BYTES, [&] { more = schedule.next(next); },
-                            [] {});
+                            clear);
         } else {
             more = schedule.next(next);
             #pragma unroll
@@ -195,12 +152,12 @@ __device__ void consume(const Order& order, float* out, const Info& info, const 
 }
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
-    grouped_outer_hopper(const __grid_constant__ TensorMap b_map, const void*, const Half* a, float* out,
-                         const u32* slots, const u32* starts, const __grid_constant__ Info info) {
-    Order order{slots, starts, nullptr};
+    grouped_outer_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                         const void*, const void*, float* out, const u32* starts,
+                         const __grid_constant__ Info info) {
     Shared shared{shared_base()};
     in_roles(
-        shared, [&] { produce(b_map, a, order, info, shared); },
-        [&](int consumer) { consume(order, out, info, shared, consumer); }
+        shared, [&] { produce(a_map, b_map, starts, info, shared); },
+        [&](int consumer) { consume(starts, out, info, shared, consumer); }
     );
 }

@@ -1,15 +1,16 @@
 // A grouped product on Hopper, of 16 bits: each row times the matrix of its expert.
 //
-//   a: rows in any order               b: matrices of all experts        out: rows in any order
-//   +---------------+ slot 7           +----------+ expert 0             +----------+ slot 7
-//   +---------------+ slot 9   64, 64  |          |                      +----------+ slot 9
-//   +---------------+ ..       block 0 +----------+                      +----------+ ..
-//   +---------------+ slot 12  64, 64  | COLUMNS  | expert 1
-//   +---------------+ ..       block 1 +----------+
+//   a: rows of places                  b: matrices of all experts        out: rows of places or slots
+//   +---------------+                  +----------+ expert 0             +----------+ slot 7
+//   |               | 64, 64: block 0  |          |                      +----------+ slot 9
+//   |               | 64, 64: block 1  +----------+                      +----------+ ..
+//   +---------------+                  | COLUMNS  | expert 1
+//   |  next expert  |                  +----------+
 //
 // Blocks stay: a cluster takes every so manyth tile, up to 256 rows of one expert by COLUMNS. Of
 // the last rows of an expert, up to 128, each block takes 64, and consumers without rows skip
-// products: what is multiplied in vain is below 64 rows of an expert, 32 on average.
+// products: what is multiplied in vain is below 64 rows of an expert, 32 on average. Results are
+// stored row by row, as a box of TMA would have rows of the next expert.
 //
 //   out = (a b + bias) weight                              ACTIVATION 0
 //   inner = a b + bias, out = activation(inner)            otherwise: `inner` is written if SAVES
@@ -23,10 +24,6 @@ struct Info {
     u64 n, k;
     // Rows of the matrix of an expert, and rows of tiles that there may be.
     u64 n_experts, b_rows, most_tiles;
-    // Slots of a row of `a`, whose number is a slot's over this; or 0 if it is a place.
-    u64 share;
-    // Distance of the rows of `a`.
-    u64 stride;
     // Whether the result goes to slots, and not to places.
     u64 to_slots;
     // Whether what is gated has a limit, as bits of f32.
@@ -34,14 +31,17 @@ struct Info {
 };
 
 struct Buffers {
-    const Half* a;
     Half* out;
     Half* inner;
     // Of all rows of `b`.
     const float* bias;
-    // Of slots.
+    // Of places.
     const float* weights;
-    Order order;
+    // Slot of each place.
+    const u32* slots;
+    // Of each run of 256 rows, all of one expert: that expert, the run's first place, and the expert's
+    // first place and the end of its places; behind the last run, the number of experts.
+    const uint4* tiles;
 };
 
 // A block's part of a tile: so many rows from a place on, 0 or below if there are none, and first
@@ -99,63 +99,31 @@ struct Schedule {
     }
 };
 
-// Four warps: bring the stages. Eight threads copy 64 of K of a row.
-__device__ void produce(const TensorMap& b_map, const Buffers& buffers, const Info& info, const Shared& shared) {
-    constexpr int EACH = BLOCK_ROWS / 16;
-    int thread = threadIdx.x, chunk = thread % 8, own = thread / 8, k = static_cast<int>(info.k);
-    int stages = (k + DEPTH - 1) / DEPTH;
-    u32 offset = own * ROW_BYTES + ((chunk ^ own % 8) << 4);
-    Schedule schedule(info, buffers.order.tiles);
+// One thread: brings the stages, those of `a` as boxes of 64 rows, of which the last may have rows of
+// the next expert.
+__device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const Buffers& buffers, const Info& info,
+                        const Shared& shared) {
+    int stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH, rank = static_cast<int>(cluster_rank());
+    Schedule schedule(info, buffers.tiles);
     Ring<STAGES> at;
-    Tile tile, next;
-    // The places of a tile's rows, or their slots.
-    u32 found[EACH];
-    auto find = [&](const Tile& of) {
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int row = own + 16 * i;
-            found[i] = info.share && row < of.rows ? __ldg(buffers.order.slots + of.first + row) : of.first + row;
-        }
-    };
-    bool more = schedule.next(tile);
-    if (more) {
-        find(tile);
-    }
-    for (; more; tile = next) {
-        u32 rows[EACH];
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            rows[i] = info.share ? found[i] / static_cast<u32>(info.share) : found[i];
-        }
-        // The next tile's come while this one's stages do.
-        more = schedule.next(next);
-        if (more) {
-            find(next);
-        }
+    for (Tile tile; schedule.next(tile);) {
+        int boxes = (max(tile.rows, 0) + 63) / 64;
         int b_row = tile.expert * static_cast<int>(info.b_rows);
         for (int step = 0; step < stages; step++) {
+            int k = step * DEPTH;
             // Both blocks' consumers are done with what was there.
             barrier_wait(shared.empty(at.stage), at.parity ^ 1);
-            u32 full = shared.full(at.stage);
-            if (thread == 0) {
-                u32 b = shared.b(at.stage), rank = cluster_rank();
-                barrier_expect(full, B_BYTES);
-                if (B_MAJOR_N) {
-                    bring_b(b_map, b, rank, b_row + step * DEPTH, tile.column, 0, full);
-                } else {
-                    bring_b(b_map, b, rank, step * DEPTH, b_row + tile.column, static_cast<int>(info.n), full);
-                }
+            u32 full = shared.full(at.stage), b = shared.b(at.stage);
+            barrier_expect(full, B_BYTES + boxes * BLOCK_BYTES);
+            for (int box = 0; box < boxes; box++) {
+                tma_load(shared.a(at.stage) + box * BLOCK_BYTES, a_map, k, tile.first + box * 64, full);
             }
-            // Behind K come zeros, whatever `b` has there.
-            int at_k = step * DEPTH + chunk * 8;
-            bool zero = at_k >= k;
-            const Half* from = buffers.a + (zero ? 0 : at_k);
-            u32 to = shared.a(at.stage) + offset;
-            #pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                copy_async_if(own + 16 * i < tile.rows, to + i * 16 * ROW_BYTES, from + rows[i] * info.stride, zero);
+            // Behind K `a` has zeros, whatever `b` has.
+            if (B_MAJOR_N) {
+                bring_b(b_map, b, rank, b_row + k, tile.column, 0, full);
+            } else {
+                bring_b(b_map, b, rank, k, b_row + tile.column, static_cast<int>(info.n), full);
             }
-            copies_arrive(full);
             at.advance();
         }
     }
@@ -303,7 +271,7 @@ __device__ __forceinline__ void store(Sums& sums, const Buffers& buffers, const 
 __device__ void consume(const Buffers& buffers, const Info& info, const Shared& shared, int consumer) {
     int warp = threadIdx.x / 32 % WARPS, stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH;
     u32 buffer = shared.buffer(consumer * WARPS + warp);
-    Schedule schedule(info, buffers.order.tiles);
+    Schedule schedule(info, buffers.tiles);
     Ring<STAGES> at;
     Tile tile, next;
     for (bool more = schedule.next(tile); more; tile = next) {
@@ -318,27 +286,25 @@ __device__ void consume(const Buffers& buffers, const Info& info, const Shared& 
         auto find = [&] {
             more = schedule.next(next);
             rows.place = tile.first + consumer * 64 + warp * 16 + lane;
-            rows.slot = lane < rows.count ? __ldg(buffers.order.slots + rows.place) : 0;
-        };
-        auto weigh = [&] {
-            if (WEIGHTED && lane < rows.count) {
-                rows.weight = __ldg(buffers.weights + rows.slot);
+            if (lane < rows.count) {
+                rows.slot = __ldg(buffers.slots + rows.place);
+                rows.weight = WEIGHTED ? __ldg(buffers.weights + rows.place) : 1.0f;
             }
         };
         Sums sums;
-        multiply_stages(sums, shared, at, stages, consumer * BLOCK_BYTES, find, weigh);
+        multiply_stages(sums, shared, at, stages, consumer * BLOCK_BYTES, find, [](u32) {});
         store(sums, buffers, info, tile, rows, buffer);
     }
 }
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
-    grouped_product_hopper(const __grid_constant__ TensorMap b_map, const void*, const Half* a, Half* out, Half* inner,
-                           const float* bias, const float* weights, const u32* slots, const u32* starts,
-                           const uint4* tiles, const __grid_constant__ Info info) {
-    Buffers buffers{a, out, inner, bias, weights, {slots, starts, tiles}};
+    grouped_product_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                           const void*, const void*, Half* out, Half* inner, const float* bias, const float* weights,
+                           const u32* slots, const uint4* tiles, const __grid_constant__ Info info) {
+    Buffers buffers{out, inner, bias, weights, slots, tiles};
     Shared shared{shared_base()};
     in_roles(
-        shared, [&] { produce(b_map, buffers, info, shared); },
+        shared, [&] { produce(a_map, b_map, buffers, info, shared); },
         [&](int consumer) { consume(buffers, info, shared, consumer); }
     );
 }

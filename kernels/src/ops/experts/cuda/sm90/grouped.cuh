@@ -1,29 +1,13 @@
-// What grouped products on Hopper share, besides gemm.cuh: rows of `a` are gathered, by copies of 16
-// bytes, while TMA brings `b`.
+// What grouped products on Hopper share, besides gemm.cuh.
 //
-//   copying warps:  wait empty[s] -> copies into a[s] ------------> full[s], by each thread's copies
-//   their thread 0:             `--> TMA into b[s] of both blocks -> full[s]
-//   consumers:      wait full[s] -> fence -> wgmma -> arrive at empty[s] of both blocks
-//
-// TMA could gather rows only one by one. What threads copy is not wgmma's to see before a fence,
-// which is the consumers': behind the copiers' wait for their own copies, stages came too late.
+//   a thread:   wait empty[s] -> TMA into a[s], and into b[s] of both blocks -> full[s] counts the bytes
+//   consumers:  wait full[s] -> wgmma -> arrive at empty[s] of both blocks
 
 using Half = unsigned short;
 
 constexpr int WARPS = WARPGROUP / 32;
 // Where a consumer's warp puts 16 rows of 64 columns of the result.
 constexpr int BUFFER_BYTES = 16 * ROW_BYTES;
-
-// Slots in the order of their experts; each has a place there.
-struct Order {
-    // Slot of each place.
-    const u32* slots;
-    // First place of each expert, and the end of the last.
-    const u32* starts;
-    // Of each run of 256 rows, all of one expert: that expert, the run's first place, and the expert's
-    // first place and the end of its places; behind the last run, the number of experts.
-    const uint4* tiles;
-};
 
 // Layout of shared memory.
 struct Shared {
@@ -35,11 +19,6 @@ struct Shared {
     __device__ u32 full(int stage) const { return buffer(CONSUMERS * WARPS) + 8 * stage; }
     __device__ u32 empty(int stage) const { return full(STAGES + stage); }
 };
-
-// Lets a barrier count this thread once all its copies are there. Its phase expects that.
-__device__ __forceinline__ void copies_arrive(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 
 // 16 bytes to memory. An assignment became four stores.
 __device__ __forceinline__ void memory_store(void* to, uint4 bytes) {
@@ -57,27 +36,31 @@ __device__ __forceinline__ void free_stage(const Shared& shared, int stage) {
 }
 
 // A warpgroup: the sums of some stages, for the 64 rows of `a` that begin so far behind its first
-// row. `meanwhile` is done while the first products run, and `at_end` while the last do.
-template <typename Meanwhile, typename AtEnd>
+// row. `meanwhile` is done while the first products run, and `before_last` when the last stage is
+// there.
+template <typename Meanwhile, typename BeforeLast>
 __device__ __forceinline__ void multiply_stages(Sums& sums, const Shared& shared, Ring<STAGES>& at, int stages,
-                                                u32 a_offset, const Meanwhile& meanwhile, const AtEnd& at_end) {
-    auto multiply = [&](bool add) {
+                                                u32 a_offset, const Meanwhile& meanwhile,
+                                                const BeforeLast& before_last) {
+    auto multiply = [&](bool add, bool last) {
         barrier_wait(shared.full(at.stage), at.parity);
-        async_proxy_fence();
-        multiply_stage(sums, shared.a(at.stage) + a_offset, shared.b(at.stage), add);
+        u32 a = shared.a(at.stage) + a_offset;
+        if (last) {
+            before_last(a);
+        }
+        multiply_stage(sums, a, shared.b(at.stage), add);
     };
-    multiply(false);
+    multiply(false, stages == 1);
     int before = at.stage;
     at.advance();
     meanwhile();
     for (int step = 1; step < stages; step++) {
-        multiply(true);
+        multiply(true, step == stages - 1);
         wgmma_wait<1>();
         free_stage(shared, before);
         before = at.stage;
         at.advance();
     }
-    at_end();
     wgmma_wait<0>();
     free_stage(shared, before);
 }
@@ -95,12 +78,12 @@ __device__ __forceinline__ void skip_stages(const Shared& shared, Ring<STAGES>& 
     named_barrier(barrier, WARPGROUP);
 }
 
-// Prepares barriers, and lets the first warpgroup copy and the others multiply.
+// Prepares barriers, and lets a thread bring stages and two warpgroups multiply.
 template <typename Produce, typename Consume>
 __device__ __forceinline__ void in_roles(const Shared& shared, const Produce& produce, const Consume& consume) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(shared.full(stage), 1 + WARPGROUP);
+            barrier_init(shared.full(stage), 1);
             barrier_init(shared.empty(stage), BLOCKS * CONSUMERS);
         }
         barrier_init_fence();
@@ -108,10 +91,12 @@ __device__ __forceinline__ void in_roles(const Shared& shared, const Produce& pr
     cluster_sync();
     int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
-        registers_lower<72>();
-        produce();
+        registers_lower<40>();
+        if (threadIdx.x == 0) {
+            produce();
+        }
     } else {
-        registers_raise<216>();
+        registers_raise<232>();
         consume(warpgroup - 1);
     }
     // The other block may still write to this one's memory.
