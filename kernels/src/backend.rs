@@ -14,6 +14,7 @@ use crate::ops::head_log_probs::HeadLogProbsOps;
 use crate::ops::head_loss::HeadLossOps;
 use crate::ops::head_sample::HeadSampleOps;
 use crate::ops::linear::LinearOps;
+use crate::ops::lora::LoraOps;
 use crate::ops::norm::NormOps;
 use crate::ops::optimizer::OptimizerOps;
 use crate::ops::reshape::ReshapeOps;
@@ -59,6 +60,7 @@ backend! {
     HeadLossOps,
     HeadSampleOps,
     LinearOps,
+    LoraOps,
     NormOps,
     OptimizerOps,
     RecorderOps,

@@ -4,13 +4,13 @@
 use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{
     ActivateBackward, ActivateForward, Checked, EmbedBackward, ExpertsBackward, ExpertsForward, FeedForwardBackward,
-    FeedForwardForward, HeadLossForward, LinearBackward, NormBackward, NormForward, QkvAttentionBackward,
-    QkvAttentionForward,
+    FeedForwardForward, HeadLossForward, LinearBackward, LoraBackward, LoraForward, NormBackward, NormForward,
+    QkvAttentionBackward, QkvAttentionForward,
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer,
-    FeedForwardLayer, HeadLossOptions, HeadLossWanted, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow,
-    SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample, linear, linear_add,
+    FeedForwardLayer, HeadLossOptions, HeadLossWanted, LoraLayer, Norm, PackedHeads, RandomKey, RotaryTable,
+    SampledRow, SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample, linear, linear_add,
     norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
 };
 
@@ -296,6 +296,35 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 sum: None,
             }))
         })?;
+        // The rank of three modules with 16 each.
+        let rank = 48;
+        let layer = LoraLayer {
+            weight: Weight::Float(weight.clone()),
+            bias: None,
+            a: Weight::Float(self.random([rank, narrow])),
+            b: Weight::Float(self.random([wide, rank])),
+            scale: 2.0,
+            activation: None,
+        };
+        let operands = LoraForward { x: x.clone(), layer, residual: None, keeps: true };
+        let adapted = flops + 2.0 * (rows * rank * (narrow + wide)) as f64;
+        let lora_case = format!("{rows}x{narrow}x{wide}, rank {rank}");
+        let inner = B::lora_forward(Checked::new(operands.clone())).inner;
+        self.computes(&format!("lora {dtype}"), lora_case.clone(), adapted, || {
+            B::lora_forward(Checked::new(operands.clone()))
+        })?;
+        self.computes(&format!("lora backward {dtype}"), lora_case, 2.0 * adapted - flops, || {
+            B::lora_backward(Checked::new(LoraBackward {
+                grad: grad.clone(),
+                x: x.clone(),
+                inner: inner.clone(),
+                layer: operands.layer.clone(),
+                saved: None,
+                wanted: [true; 2],
+                sums: [None, None],
+            }))
+        })?;
+        drop((inner, operands));
         let gelu = Activation::plain(ActivationKind::GeluTanh);
         self.computes(&format!("norm_gate_up, gelu {dtype}"), case(), flops, || {
             norm_gate_up(x.clone(), None, weight.clone(), Some(bias.clone()), gelu)

@@ -1,17 +1,19 @@
 //! Models and batches by name.
 
 use burn::tensor::FloatDType;
-use fireclay_model::TransformerConfig;
+use fireclay_model::{Family, LoraConfig, TransformerConfig};
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 
 /// Sizes of `bench train`; other parts of a recipe's name are fixed.
-pub const TRAINERS: [&str; 8] = [
+pub const TRAINERS: [&str; 10] = [
     "gpt2-124m",
     "gpt2-124m-experts",
     "shakespeare-char",
     "llama-1b",
+    "qwen3-0.6b-full",
+    "qwen3-0.6b-lora",
     "intent-slot",
     "cpu-4x128",
     "cpu-6x384",
@@ -38,6 +40,18 @@ pub(super) struct TrainSize {
     pub(super) label: &'static str,
     pub(super) recipe: Recipe,
     pub(super) vocab_size: usize,
+    /// The shape of a pretrained model, with random weights, in place of the recipe's.
+    pub(super) pretrained: Option<Pretrained>,
+}
+
+/// How a pretrained model is trained.
+pub(super) struct Pretrained {
+    pub(super) config: TransformerConfig,
+    /// Names the linear layers.
+    pub(super) family: Family,
+    /// An adapter on all linear layers instead of all weights, which are in the activations' dtype
+    /// then.
+    pub(super) adapter: Option<LoraConfig>,
 }
 
 /// A named language model to train.
@@ -70,6 +84,8 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
             "train step",
             "llama 1b 16x2048",
         ),
+        "qwen3-0.6b-full" => ("llama-15m", FINE_TUNING, 151_936, "train step", "qwen3 0.6b, all weights"),
+        "qwen3-0.6b-lora" => ("llama-15m", FINE_TUNING, 151_936, "train step", "qwen3 0.6b, LoRA of rank 16"),
         "cpu-4x128" => (
             "shakespeare-char-cpu",
             &[("d_model", "128"), ("n_layers", "4"), ("n_heads", "4"), ("seq_length", "64"), ("batch_size", "12")],
@@ -94,8 +110,20 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
         _ => return Err(unknown("train", name, &TRAINERS)),
     };
     let recipe = Recipe::shipped(recipe)?.with_all(settings.iter().copied().chain([("schedule", "constant")]))?;
-    Ok(TrainSize { what: what.into(), label, recipe, vocab_size })
+    let pretrained = match name {
+        "qwen3-0.6b-full" | "qwen3-0.6b-lora" => {
+            let adapter = LoraConfig { rank: 16, alpha: 32.0, ..LoraConfig::default() };
+            let adapter = (name == "qwen3-0.6b-lora").then_some(adapter);
+            Some(Pretrained { config: decoder("qwen3-0.6b")?.0, family: Family::Qwen3, adapter })
+        }
+        _ => None,
+    };
+    Ok(TrainSize { what: what.into(), label, recipe, vocab_size, pretrained })
 }
+
+/// Settings of fine-tuning, other than the model's.
+const FINE_TUNING: &[(&str, &str)] =
+    &[("batch_size", "8"), ("seq_length", "2048"), ("accumulation", "1"), ("precision", "bf16")];
 
 /// A named decoder: its shape, and its dtype where the device supports it.
 pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Failure> {

@@ -36,7 +36,7 @@ pub(super) struct BenchArgs {
     /// What to measure
     benchmark: Benchmark,
     /// Named model and batch; may be repeated. train: gpt2-124m, shakespeare-char, llama-1b,
-    /// intent-slot, cpu-4x128, cpu-6x384, cpu-6x256. decode: qwen3-0.6b, qwen2.5-0.5b, llama-1b,
+    /// qwen3-0.6b-full, qwen3-0.6b-lora, intent-slot, cpu-4x128, cpu-6x384, cpu-6x256. decode: qwen3-0.6b, qwen2.5-0.5b, llama-1b,
     /// llama-15m, gpt2-124m, llama-8b, qwen3-4b
     #[arg(long, value_name = "NAME")]
     size: Vec<String>,

@@ -3,12 +3,12 @@
 use burn::tensor::{FloatDType, Int, Tensor};
 use fireclay_kernels::operands::{
     ActivateForward, AttentionForward, CachedAttention, Dequantize, Draw, DropoutForward, EmbedForward,
-    HeadLossForward, LinearForward, Logits, NormForward, OptimizerStep, QkvRotaryForward, RotaryForward,
+    HeadLossForward, LinearForward, Logits, LoraForward, NormForward, OptimizerStep, QkvRotaryForward, RotaryForward,
 };
 use fireclay_kernels::traits::Stepped;
 use fireclay_kernels::{
     Activation, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
-    HeadLossOptions, HeadLossWanted, LayerCache, Norm, PackedHeads, Placement, QuantizedWeight, RotaryTable,
+    HeadLossOptions, HeadLossWanted, LayerCache, LoraLayer, Norm, PackedHeads, Placement, QuantizedWeight, RotaryTable,
     SampledRows, TokenCounts, Weight, reference,
 };
 
@@ -26,6 +26,10 @@ pub(crate) fn norm<B: Backend>(x: Tensor<B, 2>, norm: &Norm<B>) -> Tensor<B, 2> 
 
 pub(crate) fn linear<B: Backend>(x: Tensor<B, 2>, weight: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
     reference::linear_forward(LinearForward::new(x, weight, bias)).output
+}
+
+pub(crate) fn lora<B: Backend>(x: Tensor<B, 2>, layer: LoraLayer<B>, residual: Option<Tensor<B, 2>>) -> Tensor<B, 2> {
+    reference::lora_forward(LoraForward { x, layer, residual, keeps: true }).output
 }
 
 pub(crate) fn activate<B: Backend>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {

@@ -3,8 +3,8 @@
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor};
 use fireclay_kernels::{
-    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions, Norm,
-    RandomKey, activate, attention, experts, head_loss, linear, norm, sink_attention,
+    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions,
+    LoraLayer, Norm, RandomKey, activate, attention, experts, head_loss, linear, lora, norm, sink_attention,
 };
 
 use crate::backend_test;
@@ -67,6 +67,24 @@ backend_test!(gradients_are_slopes::<B>(device) {
     assert_slope("projection's weight", random::<B, 2>(4, [5, 9], &device), |weight| {
         linear(lift(random::<B, 2>(1, [4, 9], &device)), weight, None)
     });
+
+    let shapes = [[4, 9], [3, 9], [5, 3], [4, 5]];
+    let inputs = || shapes.iter().zip(10..).map(|(shape, seed)| random::<B, 2>(seed, *shape, &device));
+    for (at, name) in ["input", "a", "b", "residual"].into_iter().enumerate() {
+        assert_slope(&format!("adapter's {name}"), inputs().nth(at).expect("four inputs"), |own| {
+            let mut all: Vec<_> = inputs().map(lift).collect();
+            all[at] = own;
+            let layer = LoraLayer {
+                weight: lift(random::<B, 2>(4, [5, 9], &device)).into(),
+                bias: None,
+                a: all[1].clone().into(),
+                b: all[2].clone().into(),
+                scale: 0.75,
+                activation: None,
+            };
+            lora(all[0].clone(), layer, Some(all[3].clone()))
+        });
+    }
 
     let shapes = [[4, 6], [4, 2], [3 * 10, 6], [3 * 6, 5]];
     let inputs = || shapes.iter().zip(20..).map(|(shape, seed)| random::<B, 2>(seed, *shape, &device));

@@ -18,6 +18,7 @@ pub(crate) mod head_sample;
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels;
 pub(crate) mod linear;
+pub(crate) mod lora;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod reshape;

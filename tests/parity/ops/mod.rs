@@ -13,6 +13,7 @@ mod head_log_probs;
 mod head_loss;
 mod head_sample;
 mod linear;
+mod lora;
 mod norm;
 mod optimizer;
 mod reshape;
