@@ -17,6 +17,7 @@ use crate::ops::linear::LinearOps;
 use crate::ops::lora::LoraOps;
 use crate::ops::norm::NormOps;
 use crate::ops::optimizer::OptimizerOps;
+use crate::ops::qkv_norm::QkvNormOps;
 use crate::ops::reshape::ReshapeOps;
 use crate::ops::rotary::RotaryOps;
 use crate::ops::share::ShareOps;
@@ -63,6 +64,7 @@ backend! {
     LoraOps,
     NormOps,
     OptimizerOps,
+    QkvNormOps,
     RecorderOps,
     ReshapeOps,
     RotaryOps,

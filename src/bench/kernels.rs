@@ -9,9 +9,9 @@ use fireclay_kernels::operands::{
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer,
-    FeedForwardLayer, HeadLossOptions, HeadLossWanted, LoraLayer, Norm, PackedHeads, RandomKey, RotaryTable,
+    FeedForwardLayer, HeadLossOptions, HeadLossWanted, HeadNorms, LoraLayer, Norm, PackedHeads, RandomKey, RotaryTable,
     SampledRow, SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample, linear, linear_add,
-    norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
+    norm_gate_up, optimizer_step, qkv_attention, qkv_norm, qkv_rotary, recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -372,6 +372,10 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         let positions = positions.reshape([1, seq_length]).expand([sequences, seq_length]);
         self.moves("qkv_rotary", format!("{sequences}x{seq_length}x{heads}x64"), 6 * once, || {
             qkv_rotary(qkv.clone(), packed, &table, positions.clone())
+        })?;
+        let norms = HeadNorms { query: Norm::rms(self.weights([64]), 1e-6), key: Norm::rms(self.weights([64]), 1e-6) };
+        self.moves("qkv_norm", format!("{sequences}x{seq_length}x{heads}x64"), 6 * once, || {
+            qkv_norm(qkv.clone(), packed, norms.clone())
         })?;
         drop(qkv);
         for [batch_size, heads, seq_length, head_dim] in scale.attention {

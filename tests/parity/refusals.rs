@@ -9,12 +9,12 @@ use fireclay_kernels::operands::{Checked, LinearBackward, LoraBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, ExpertsLayer, FeedForwardLayer, Format,
-    HeadLossOptions, LayerCache, LoraLayer, MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight,
-    RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate,
-    attention, attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout, embed,
-    embed_add, expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add, lora,
-    next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
-    side_loss, sink_attention,
+    HeadLossOptions, HeadNorms, LayerCache, LoraLayer, MultiStep, Norm, PackedHeads, Penalties, Placement,
+    QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight,
+    activate, attention, attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout,
+    embed, embed_add, expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add,
+    lora, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_norm, qkv_rotary,
+    reshape, rotary, side_loss, sink_attention,
 };
 
 use crate::backend_test;
@@ -97,6 +97,13 @@ backend_test!(norms_and_activations_refuse_what_does_not_fit::<B>(device) {
     refused("activate", &["empty"], || activate(make.float([0, 8]), PLAIN));
     let drop = Dropout { probability: 0.5, key: RandomKey::new(1) };
     refused("dropout", &["empty"], || dropout(make.float([0, 8]), drop));
+    let head_norms = |query: Norm<B>, key: Norm<B>| HeadNorms { query, key };
+    let packed = PackedHeads { n_heads: 2, n_kv_heads: 1, head_dim: 4 };
+    let normed = |width: usize, norms: HeadNorms<B>| qkv_norm(make.float([1, 3, width]), packed, norms);
+    refused("qkv_norm", &["qkv [1, 3, 15]"], || normed(15, head_norms(make.rms(4), make.rms(4))));
+    refused("qkv_norm", &["gamma [5]"], || normed(16, head_norms(make.rms(4), make.rms(5))));
+    let shifted = Norm::layer(make.float([4]), None, 1e-5);
+    refused("qkv_norm", &["RMS norms without a shift"], || normed(16, head_norms(make.rms(4), shifted)));
     refused("side_loss", &["loss [2]"], || side_loss(x(), make.float([2])));
     refused("side_loss", &["empty"], || side_loss(make.float([0, 8]), make.float([1])));
     refused("reshape", &["[5, 5]", "[3, 8]"], || reshape(x(), [5, 5]));

@@ -4,7 +4,8 @@ use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor};
 use fireclay_kernels::{
     Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions,
-    LoraLayer, Norm, RandomKey, activate, attention, experts, head_loss, linear, lora, norm, sink_attention,
+    HeadNorms, LoraLayer, Norm, PackedHeads, RandomKey, activate, attention, experts, head_loss, linear, lora, norm,
+    qkv_norm, sink_attention,
 };
 
 use crate::backend_test;
@@ -102,6 +103,18 @@ backend_test!(gradients_are_slopes::<B>(device) {
                 down_bias: None,
             };
             experts(all[0].clone(), chosen.clone(), all[1].clone(), layer)
+        });
+    }
+
+    let packed = PackedHeads { n_heads: 2, n_kv_heads: 1, head_dim: 6 };
+    let shapes = [[2, 3, 24], [1, 1, 6], [1, 1, 6]];
+    let inputs = || shapes.iter().zip(50..).map(|(shape, seed)| random::<B, 3>(seed, *shape, &device) + 0.5);
+    for (at, name) in ["packed heads", "scale of queries", "scale of keys"].into_iter().enumerate() {
+        assert_slope(name, inputs().nth(at).expect("three inputs"), |own| {
+            let mut all: Vec<_> = inputs().map(Tensor::<Autodiff<B>, 3>::from_inner).collect();
+            all[at] = own;
+            let [query, key] = [1, 2].map(|at| Norm::rms(all[at].clone().flatten::<1>(0, 2), 1e-5));
+            qkv_norm(all[0].clone(), packed, HeadNorms { query, key })
         });
     }
 

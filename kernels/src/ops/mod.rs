@@ -21,6 +21,7 @@ pub(crate) mod linear;
 pub(crate) mod lora;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
+pub(crate) mod qkv_norm;
 pub(crate) mod reshape;
 pub(crate) mod rotary;
 pub(crate) mod share;

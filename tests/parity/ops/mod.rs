@@ -16,6 +16,7 @@ mod linear;
 mod lora;
 mod norm;
 mod optimizer;
+mod qkv_norm;
 mod reshape;
 mod rotary;
 mod share;
