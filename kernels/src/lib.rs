@@ -82,7 +82,7 @@ pub use ops::head_sample::{
 #[cfg(feature = "cuda")]
 pub use ops::kernels::{CudaSource, cuda_sources};
 pub use ops::linear::{LinearGradients, LinearOutput, Saved, Wanted, linear, linear_add, norm_gate_up, norm_linear};
-pub use ops::lora::{LoraGradients, LoraLayer, LoraOutput, lora};
+pub use ops::lora::{LoraGradients, LoraLayer, LoraOutput, LoraWanted, lora};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, gradient_norm, optimizer_step, optimizer_step_of};
 pub use ops::qkv_norm::{HeadNorms, QkvNormGradients, QkvNormOutput, qkv_norm};

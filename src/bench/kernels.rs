@@ -9,9 +9,9 @@ use fireclay_kernels::operands::{
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer,
-    FeedForwardLayer, HeadLossOptions, HeadLossWanted, HeadNorms, LoraLayer, Norm, PackedHeads, RandomKey, RotaryTable,
-    SampledRow, SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample, linear, linear_add,
-    norm_gate_up, optimizer_step, qkv_attention, qkv_norm, qkv_rotary, recorder,
+    FeedForwardLayer, HeadLossOptions, HeadLossWanted, HeadNorms, LoraLayer, LoraWanted, Norm, PackedHeads, RandomKey,
+    RotaryTable, SampledRow, SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample,
+    linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_norm, qkv_rotary, recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -320,7 +320,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 inner: inner.clone(),
                 layer: operands.layer.clone(),
                 saved: None,
-                wanted: [true; 2],
+                wanted: LoraWanted::ALL,
                 sums: [None, None],
             }))
         })?;

@@ -9,7 +9,7 @@ use fireclay_kernels::operands::{Checked, LinearBackward, LoraBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, ExpertsLayer, FeedForwardLayer, Format,
-    HeadLossOptions, HeadNorms, LayerCache, LoraLayer, MultiStep, Norm, PackedHeads, Penalties, Placement,
+    HeadLossOptions, HeadNorms, LayerCache, LoraLayer, LoraWanted, MultiStep, Norm, PackedHeads, Penalties, Placement,
     QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight,
     activate, attention, attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout,
     embed, embed_add, expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add,
@@ -188,7 +188,7 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
                 inner: make.float([rows, 4]),
                 layer: fitting(),
                 saved: None,
-                wanted: [true; 2],
+                wanted: LoraWanted::ALL,
                 sums: [None, None],
             }))
         });

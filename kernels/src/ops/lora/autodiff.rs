@@ -7,7 +7,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
-use super::{LoraBackward, LoraForward, LoraLayer, LoraOps, lora_backward, lora_forward, projections};
+use super::{LoraBackward, LoraForward, LoraLayer, LoraOps, LoraWanted, lora_backward, lora_forward, projections};
 use crate::autodiff::{inner, inner_weight, is_tracked, take_sum};
 use crate::checked::Checked;
 use crate::ops::linear::Saved;
@@ -29,17 +29,18 @@ struct State<B: LoraOps> {
 }
 
 impl<B: LoraOps> State<B> {
-    /// The weight's product once, the adapter's twice; the outputs' gradient is read with each
-    /// matrix of the adapter, too.
-    fn call(&self) -> Call {
+    /// The products that are wanted: one of the weight and two of each matrix of the adapter, at most.
+    /// The outputs' gradient is read with the weight and twice with `b`.
+    fn call(&self, wanted: LoraWanted) -> Call {
         let LoraLayer { weight, a, b, .. } = &self.layer;
         let ([rows, d_input], [d_output, _], [rank, _]) = (self.x.dims(), weight.dims(), a.dims());
         let grad = rows * self.layer.outputs() * self.x.dtype().size();
         let kept = [&self.x, &self.inner].into_iter().chain(self.saved.as_ref().map(Saved::tensor));
         let inputs = kept.map(recorder::operand).chain([weight.operand(), a.operand(), b.operand()]);
         let written = rows * d_input * self.x.dtype().size() + 4 * rank * (d_input + d_output);
-        let flop = self.layer.flop() + 2 * rank * (d_input + d_output);
-        Call::reads(inputs.collect::<Vec<_>>()).and((3 * grad + written) as u64).computes((rows * flop) as u64)
+        let of_x = if wanted.x { d_input * (d_output + rank) } else { 0 };
+        let products = of_x + usize::from(wanted.a) * rank * d_input + (1 + usize::from(wanted.b)) * rank * d_output;
+        Call::reads(inputs.collect::<Vec<_>>()).and((3 * grad + written) as u64).computes((2 * rows * products) as u64)
     }
 }
 
@@ -50,16 +51,17 @@ impl<B: LoraOps> Backward<B, 4> for LoraNode {
         let grad = grads.consume::<B>(&ops.node);
         let sums = [1, 2].map(|parent| take_sum(&ops, parent, &ops.state.x, grads));
         let _forward = self.0.enter();
-        let _op = recorder::op("lora backward", || ops.state.call());
+        let wanted = [0, 1, 2].map(|parent: usize| ops.parents[parent].is_some());
+        let wanted = LoraWanted { x: wanted[0], a: wanted[1], b: wanted[2] };
+        let _op = recorder::op("lora backward", || ops.state.call(wanted));
         let State { x, inner, layer, saved } = ops.state;
         let [x_node, a_node, b_node, residual_node] = ops.parents.map(|parent| parent.map(|node| node.id));
         if let Some(node) = residual_node {
             grads.register::<B>(node, grad.clone());
         }
-        let wanted = [a_node, b_node].map(|node| node.is_some());
         let operands = LoraBackward { grad: float(grad), x, inner, layer, saved, wanted, sums };
         let gradients = lora_backward::<B>(Checked::new(operands));
-        for (node, gradient) in [(x_node, Some(gradients.x)), (a_node, gradients.a), (b_node, gradients.b)] {
+        for (node, gradient) in [(x_node, gradients.x), (a_node, gradients.a), (b_node, gradients.b)] {
             if let (Some(node), Some(gradient)) = (node, gradient) {
                 grads.register::<B>(node, primitive(gradient));
             }

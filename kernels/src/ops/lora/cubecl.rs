@@ -33,7 +33,7 @@ where
     }
 
     fn lora_backward(operands: Checked<LoraBackward<Self>>) -> LoraGradients<Self> {
-        let LoraBackward { grad, x, inner, layer, saved, wanted: [wants_a, wants_b], sums } = operands.into_inner();
+        let LoraBackward { grad, x, inner, layer, saved, wanted, sums } = operands.into_inner();
         let LoraLayer { weight, bias, a, b, scale, activation } = layer;
         let mut grad = primitive(grad);
         if let Some((activation, saved)) = activation.zip(saved) {
@@ -43,11 +43,14 @@ where
         let [x, inner] = [x, inner].map(primitive);
         let [a, b] = [a, b].map(|weight| primitive(weight.into_float(dtype.into())));
         let [a_sum, b_sum] = sums.map(|sum| sum.map(primitive));
-        let wanted = |weight| Wanted { weight, bias: false };
-        let (d_b, _) = parameter_gradients(grad.clone(), Some(inner), b_sum, wanted(wants_b));
+        let weight_only = |weight| Wanted { weight, bias: false };
+        let (d_b, _) = parameter_gradients(grad.clone(), Some(inner), b_sum, weight_only(wanted.b));
         let d_inner = scaled::<Self>(float(product(grad.clone(), b, dtype, dtype)), scale);
         let d_inner = primitive(d_inner);
-        let (d_a, _) = parameter_gradients(d_inner.clone(), Some(x), a_sum, wanted(wants_a));
+        let (d_a, _) = parameter_gradients(d_inner.clone(), Some(x), a_sum, weight_only(wanted.a));
+        if !wanted.x {
+            return LoraGradients { x: None, a: d_a.map(float), b: d_b.map(float) };
+        }
         let weight = primitive(weight.into_float(dtype.into()));
         let both = Added { low_rank: Some([d_inner.clone(), a.clone()]), ..Added::none() };
         let d_x = product_add(&grad, &weight, &both).unwrap_or_else(|| {
@@ -56,7 +59,7 @@ where
             product_add(&d_inner, &a, &added)
                 .unwrap_or_else(|| burn_cubecl::ops::numeric::add(of_weight, product(d_inner, a, dtype, dtype)))
         });
-        LoraGradients { x: float(d_x), a: d_a.map(float), b: d_b.map(float) }
+        LoraGradients { x: Some(float(d_x)), a: d_a.map(float), b: d_b.map(float) }
     }
 }
 

@@ -126,6 +126,22 @@ pub struct LoraOutput<B: Backend> {
 
 parts!(LoraOutput { output, inner, saved });
 
+/// Which gradients of [`lora`] are wanted; others are not computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoraWanted {
+    /// Of the input.
+    pub x: bool,
+    /// Of `a`.
+    pub a: bool,
+    /// Of `b`.
+    pub b: bool,
+}
+
+impl LoraWanted {
+    /// All of them.
+    pub const ALL: Self = Self { x: true, a: true, b: true };
+}
+
 /// Operands of the gradients.
 #[derive(Clone, Debug)]
 pub struct LoraBackward<B: Backend> {
@@ -139,8 +155,8 @@ pub struct LoraBackward<B: Backend> {
     pub layer: LoraLayer<B>,
     /// Saved by the forward pass for the activation.
     pub saved: Option<Saved<B>>,
-    /// Whether the gradients of `a` and `b` are wanted.
-    pub wanted: [bool; 2],
+    /// Which gradients are wanted.
+    pub wanted: LoraWanted,
     /// The earlier gradients of `a` and `b`, f32 of their shapes: added to in place, if not shared.
     pub sums: [Option<Tensor<B, 2>>; 2],
 }
@@ -176,8 +192,8 @@ fn grad_fits(op: &str, grad: [usize; 2], outputs: [usize; 2]) {
 /// Results of the backward pass.
 #[derive(Clone, Debug)]
 pub struct LoraGradients<B: Backend> {
-    /// `[rows, d_input]`, in the input's dtype.
-    pub x: Tensor<B, 2>,
+    /// `[rows, d_input]`, in the input's dtype, if wanted.
+    pub x: Option<Tensor<B, 2>>,
     /// `[rank, d_input]` f32, if wanted, including the earlier one.
     pub a: Option<Tensor<B, 2>>,
     /// `[d_output, rank]` f32, if wanted, including the earlier one.

@@ -28,7 +28,8 @@ pub(super) fn forward<B: LoraOps>(operands: LoraForward<B>, inner: Tensor<B, 2>)
     let LoraLayer { weight, bias, b, activation, .. } = layer;
     let project = |operands: LinearForward<B>| linear_forward(Checked::new(operands)).output;
     let own_bias = bias.clone().filter(|_| activation.is_none());
-    let base = project(LinearForward { residual, ..LinearForward::new(x, weight, own_bias) });
+    // What a backward pass follows is as exact as its gradients.
+    let base = project(LinearForward { residual, keeps, ..LinearForward::new(x, weight, own_bias) });
     let output = project(LinearForward { residual: Some(base), ..LinearForward::new(inner.clone(), b, None) });
     match activation {
         None => LoraOutput { output, inner, saved: None },
@@ -41,7 +42,7 @@ pub(super) fn forward<B: LoraOps>(operands: LoraForward<B>, inner: Tensor<B, 2>)
 
 /// The backward pass.
 pub(super) fn backward<B: LoraOps>(operands: LoraBackward<B>) -> LoraGradients<B> {
-    let LoraBackward { grad, x, inner, layer, saved, wanted: [wants_a, wants_b], sums } = operands;
+    let LoraBackward { grad, x, inner, layer, saved, wanted, sums } = operands;
     let LoraLayer { weight, bias, a, b, scale, activation } = layer;
     let grad = match activation.zip(saved) {
         Some((activation, saved)) => activation_gradient(grad, saved, bias, activation),
@@ -53,10 +54,10 @@ pub(super) fn backward<B: LoraOps>(operands: LoraBackward<B>) -> LoraGradients<B
         linear_backward(Checked::new(LinearBackward { grad, x, weight, bias, wanted, activation, dropout, sum }))
     };
     let [a_sum, b_sum] = sums;
-    let of_b = gradients(grad.clone(), b, wants_b.then_some(inner), b_sum);
-    let of_a = gradients(scaled(of_b.x, scale), a, wants_a.then_some(x), a_sum);
-    let of_base = gradients(grad, weight, None, None);
-    LoraGradients { x: of_base.x + of_a.x, a: of_a.weight, b: of_b.weight }
+    let of_b = gradients(grad.clone(), b, wanted.b.then_some(inner), b_sum);
+    let of_a = gradients(scaled(of_b.x, scale), a, wanted.a.then_some(x), a_sum);
+    let x = wanted.x.then(|| gradients(grad, weight, None, None).x + of_a.x);
+    LoraGradients { x, a: of_a.weight, b: of_b.weight }
 }
 
 /// The projection as separate operations, each with a gradient of its own.

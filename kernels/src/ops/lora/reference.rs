@@ -48,10 +48,10 @@ pub fn lora_backward<B: LoraOps>(operands: LoraBackward<B>) -> LoraGradients<B> 
             None => gradient,
         }
     };
-    let ([wants_a, wants_b], [a_sum, b_sum]) = (wanted, sums);
+    let [a_sum, b_sum] = sums;
     LoraGradients {
-        a: wants_a.then(|| product(&inner_grad, x, a_sum)),
-        b: wants_b.then(|| product(&grad, inner, b_sum)),
-        x: grad.matmul(weight) + inner_grad.matmul(a),
+        a: wanted.a.then(|| product(&inner_grad, x, a_sum)),
+        b: wanted.b.then(|| product(&grad, inner, b_sum)),
+        x: wanted.x.then(|| grad.matmul(weight) + inner_grad.matmul(a)),
     }
 }
