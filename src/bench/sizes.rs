@@ -7,13 +7,15 @@ use crate::failure::Failure;
 use crate::recipe::Recipe;
 
 /// Sizes of `bench train`; other parts of a recipe's name are fixed.
-pub const TRAINERS: [&str; 10] = [
+pub const TRAINERS: [&str; 12] = [
     "gpt2-124m",
     "gpt2-124m-experts",
     "shakespeare-char",
     "llama-1b",
     "qwen3-0.6b-full",
     "qwen3-0.6b-lora",
+    "gemma-3-1b",
+    "phi-4-mini",
     "intent-slot",
     "cpu-4x128",
     "cpu-6x384",
@@ -21,7 +23,7 @@ pub const TRAINERS: [&str; 10] = [
 ];
 
 /// Sizes of `bench decode`.
-pub const DECODERS: [&str; 9] = [
+pub const DECODERS: [&str; 11] = [
     "qwen3-0.6b",
     "qwen3-30b-a3b",
     "gpt-oss-20b",
@@ -31,6 +33,8 @@ pub const DECODERS: [&str; 9] = [
     "qwen2.5-0.5b",
     "llama-8b",
     "qwen3-4b",
+    "gemma-3-1b",
+    "phi-4-mini",
 ];
 
 /// Training of a language model.
@@ -40,19 +44,16 @@ pub(super) struct TrainSize {
     pub(super) label: &'static str,
     pub(super) recipe: Recipe,
     pub(super) vocab_size: usize,
-    /// The shape of a pretrained model, with random weights, in place of the recipe's.
-    pub(super) pretrained: Option<Pretrained>,
+    /// The model, if the recipe has no settings for its shape.
+    pub(super) config: Option<TransformerConfig>,
+    /// An adapter on all linear layers instead of all weights, which are in the activations' dtype
+    /// then, and what names the layers.
+    pub(super) adapter: Option<(Family, LoraConfig)>,
 }
 
-/// How a pretrained model is trained.
-pub(super) struct Pretrained {
-    pub(super) config: TransformerConfig,
-    /// Names the linear layers.
-    pub(super) family: Family,
-    /// An adapter on all linear layers instead of all weights, which are in the activations' dtype
-    /// then.
-    pub(super) adapter: Option<LoraConfig>,
-}
+/// For models of their own shape.
+const LARGE_ROWS: &[(&str, &str)] =
+    &[("batch_size", "4"), ("seq_length", "2048"), ("accumulation", "1"), ("precision", "bf16")];
 
 /// A named language model to train.
 pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
@@ -107,18 +108,19 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
             "train",
             "6 layers of 256, V=8192",
         ),
+        "gemma-3-1b" => ("llama-15m", LARGE_ROWS, 262_144, "train step", "gemma 3 1b"),
+        "phi-4-mini" => ("llama-15m", LARGE_ROWS, 200_064, "train step", "phi 4 mini"),
         _ => return Err(unknown("train", name, &TRAINERS)),
     };
     let recipe = Recipe::shipped(recipe)?.with_all(settings.iter().copied().chain([("schedule", "constant")]))?;
-    let pretrained = match name {
-        "qwen3-0.6b-full" | "qwen3-0.6b-lora" => {
-            let adapter = LoraConfig { rank: 16, alpha: 32.0, ..LoraConfig::default() };
-            let adapter = (name == "qwen3-0.6b-lora").then_some(adapter);
-            Some(Pretrained { config: decoder("qwen3-0.6b")?.0, family: Family::Qwen3, adapter })
-        }
+    let config = match name {
+        "qwen3-0.6b-full" | "qwen3-0.6b-lora" => Some(decoder("qwen3-0.6b")?.0),
+        _ if settings == LARGE_ROWS => Some(decoder(name)?.0),
         _ => None,
     };
-    Ok(TrainSize { what: what.into(), label, recipe, vocab_size, pretrained })
+    let adapter = || (Family::Qwen3, LoraConfig { rank: 16, alpha: 32.0, ..LoraConfig::default() });
+    let adapter = (name == "qwen3-0.6b-lora").then(adapter);
+    Ok(TrainSize { what: what.into(), label, recipe, vocab_size, config, adapter })
 }
 
 /// Settings of fine-tuning, other than the model's.
@@ -159,6 +161,15 @@ pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Fai
         "qwen3-4b" => {
             let config = TransformerConfig::qwen3(151_936, 32_768, 2560, 36, 32, 128);
             Ok((config.with_n_kv_heads(8).with_d_ff(9728).with_tied_embeddings(true), FloatDType::BF16))
+        }
+        "gemma-3-1b" => {
+            let config = TransformerConfig::gemma3(262_144, 32_768, 1152, 26, 4, 512);
+            Ok((config.with_head_dim(256).with_n_kv_heads(1).with_d_ff(6912), FloatDType::BF16))
+        }
+        // Three quarters of each head rotate.
+        "phi-4-mini" => {
+            let config = TransformerConfig::llama(200_064, 4096, 3072, 32, 24).with_n_kv_heads(8).with_d_ff(8192);
+            Ok((config.with_rotary_dim(Some(96)).with_tied_embeddings(true), FloatDType::BF16))
         }
         _ => Err(unknown("decode", name, &DECODERS)),
     }

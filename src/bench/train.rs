@@ -5,9 +5,9 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{FloatDType, Tensor};
 use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
 use fireclay_kernels::Backend;
-use fireclay_model::Transformer;
+use fireclay_model::{Family, LoraConfig, Transformer, TransformerConfig};
 
-use super::sizes::{Pretrained, TrainSize, trainer};
+use super::sizes::{TrainSize, trainer};
 use super::{BenchOptions, Measurement, seconds};
 use crate::backend::{OnBackend, RunContext};
 use crate::ceilings::Peaks;
@@ -75,17 +75,17 @@ fn named(case: &str, options: &BenchOptions) -> String {
 
 /// Training speed and, where the device reports it, peak memory.
 fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Vec<Measurement>, Failure> {
-    let TrainSize { what, label, recipe, vocab_size, pretrained } = size;
+    let TrainSize { what, label, recipe, vocab_size, config, adapter } = size;
     let recipe = asked(recipe, options)?;
     let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
     let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
     let batches = (0..8).map(|step| task.batch(&recipe.training, step)).collect::<Result<Vec<Batch>, _>>()?;
-    let mut trainer = match pretrained {
-        None => Trainer::<B>::new(&recipe, task, device.clone())?,
-        Some(pretrained) => {
-            let model = model_of::<B>(pretrained, &recipe, device)?;
-            Trainer::with_model(&recipe, task, model, device.clone())?
+    let mut trainer = match config {
+        Some(config) => {
+            let model = model_of::<B>(config, adapter, &recipe, device)?;
+            Trainer::<B>::with_model(&recipe, task, model, device.clone())?
         }
+        None => Trainer::<B>::new(&recipe, task, device.clone())?,
     };
     let mut batches = batches.iter().cycle();
     let mut last = None;
@@ -122,15 +122,16 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     Ok(std::iter::once(measured).chain(memory).collect())
 }
 
-/// A pretrained model's shape with random weights, and its adapter if it is to be trained with one.
+/// A model with random weights, and its adapter if it is to be trained with one.
 fn model_of<B: Backend>(
-    Pretrained { config, family, adapter }: Pretrained,
+    config: TransformerConfig,
+    adapter: Option<(Family, LoraConfig)>,
     recipe: &Recipe,
     device: &B::Device,
 ) -> Result<Transformer<Autodiff<B>>, Failure> {
     let seed = recipe.training.seed;
     let model: Transformer<Autodiff<B>> = config.init(seed, device)?;
-    let Some(adapter) = adapter else { return Ok(model) };
+    let Some((family, adapter)) = adapter else { return Ok(model) };
     let dtype = recipe.training.precision.activations::<B>(device)?;
     let model = model.map(&mut FrozenIn(dtype));
     model.with_lora(family, &adapter, None, seed).map_err(Failure::new)
