@@ -178,3 +178,38 @@ pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Fai
 fn unknown(bench: &str, name: &str, known: &[&str]) -> Failure {
     Failure::usage(format!("--size {name}: bench {bench} knows {}", known.join(", ")))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_size_is_a_model_of_as_many_parameters_as_its_original() {
+        let parameters = |name: &str| {
+            let (config, _) = decoder(name).expect("a known size");
+            config.validate().expect("a valid config");
+            config.parameter_count() as f64 / 1e9
+        };
+        // In billions, as their authors count them.
+        for (name, wanted) in [
+            ("qwen3-0.6b", 0.596),
+            ("qwen3-4b", 4.022),
+            ("qwen3-30b-a3b", 30.53),
+            ("gpt-oss-20b", 20.91),
+            ("llama-1b", 1.236),
+            ("llama-8b", 8.030),
+            ("qwen2.5-0.5b", 0.494),
+            ("gemma-3-1b", 1.000),
+            ("phi-4-mini", 3.836),
+            ("gpt2-124m", 0.124),
+            ("llama-15m", 0.0152),
+        ] {
+            let own = parameters(name);
+            assert!((own / wanted - 1.0).abs() < 5e-3, "{name}: {own} billion parameters instead of {wanted}");
+        }
+        for name in TRAINERS {
+            assert!(name == "intent-slot" || trainer(name).is_ok(), "{name}");
+        }
+        DECODERS.iter().for_each(|name| assert!(parameters(name) > 0.0));
+    }
+}

@@ -225,6 +225,7 @@ fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
         marks: Vec::new(),
         // As the recipe has them.
         words: (0..WORDS).map(word).collect(),
+        intent_slots: Default::default(),
     };
     // [CLS] and [SEP] surround the words.
     let mut utterance = || Utterance {

@@ -1,6 +1,6 @@
 //! The CUDA C++ kernels of all operations, by device family.
 
-use super::{attention, decode_step, head_loss, head_sample, linear, norm};
+use super::{attention, decode_step, experts, head_loss, head_sample, linear, norm};
 use crate::cuda::arch::Target;
 use crate::cuda::{self, Arch};
 
@@ -29,6 +29,7 @@ pub fn cuda_sources() -> Vec<CudaSource> {
         norm::hopper_sources().collect(),
         head_loss::hopper_sources().collect(),
         decode_step::hopper_sources().collect(),
+        experts::hopper_sources().collect(),
         head_sample::hopper_sources().collect(),
     ];
     let named = |target: &Target, (name, source)| CudaSource { name, target: target.name, source };
@@ -46,21 +47,26 @@ pub fn cuda_sources() -> Vec<CudaSource> {
 }
 
 /// The operations that have CUDA C++ kernels, with the families that these are for.
-const FAMILIES: [(&str, &[Arch]); 6] = [
+const FAMILIES: [(&str, &[Arch]); 7] = [
     ("linear", &[Arch::Sm80, Arch::Sm90]),
     ("attention", &[Arch::Sm80, Arch::Sm90]),
     ("norm", &[Arch::Sm80, Arch::Sm90]),
+    ("experts", &[Arch::Sm90]),
     ("head_loss", &[Arch::Sm90]),
     ("head_sample", &[Arch::Sm90]),
     ("decode_step", &[Arch::Sm90]),
 ];
+
+/// Operations whose kernels of a family run [only if asked for](cuda::is_forced), until their parity
+/// tests have run to their end on a device.
+const ASKED_FOR: [(&str, Arch); 2] = [("attention", Arch::Sm80), ("experts", Arch::Sm90)];
 
 /// Which operations have kernels of a family, and which run the portable ones.
 pub(crate) fn families(family: Option<Arch>) -> String {
     let Some(family) = family else { return "portable".into() };
     let names = |has: bool| {
         let runs = |name: &str, families: &[Arch]| {
-            families.contains(&family) && (family != Arch::Sm80 || name != "attention" || cuda::is_forced())
+            families.contains(&family) && (cuda::is_forced() || !ASKED_FOR.contains(&(name, family)))
         };
         let of = FAMILIES.into_iter().filter(|(name, families)| runs(name, families) == has);
         of.map(|(name, _)| name).collect::<Vec<_>>().join(", ")

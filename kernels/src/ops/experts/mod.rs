@@ -17,11 +17,15 @@ mod autodiff;
 mod cpu;
 #[cfg(feature = "cubecl")]
 mod cubecl;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub(crate) mod reference;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::cuda::hopper_sources;
 use super::activation::{Activation, ActivationOps};
 use super::linear::Wanted;
 use super::weight::WeightOps;
@@ -67,6 +71,18 @@ impl Sizes {
     pub(crate) fn slots(&self) -> usize {
         self.tokens * self.k
     }
+}
+
+#[cfg(feature = "cubecl")]
+/// What a pass consists of.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only CUDA kernels ask"))]
+enum Pass {
+    /// Whether the first and second projections have biases; and whether what the activation gets is
+    /// saved.
+    Forward { biased: [bool; 2], activation: Activation, keeps: bool },
+    /// Whether there are earlier gradients of the projections.
+    Backward { adds: [bool; 2] },
 }
 
 impl<B: Backend> ExpertsLayer<B> {
