@@ -2,6 +2,7 @@
 """The same work in PyTorch, as a peer for `fireclay bench`: one JSON line a measurement.
 
     fireclay bench train   --backend cuda --size gpt2-124m --peer "python3 benches/pytorch.py gpt2-124m"
+    fireclay bench train   --backend cuda --size qwen3-0.6b-lora --peer "python3 benches/pytorch.py qwen3-0.6b-lora"
     fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"
                                                                 # prefill:16384 for --length 16384
     fireclay bench decode  --backend cuda --size gemma-3-1b --peer "python3 benches/pytorch.py decode:gemma-3-1b"
@@ -10,7 +11,7 @@
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py experts"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
 
-Needs `pip install torch`. On a GPU training is bf16 under autocast with torch.compile, decoding
+Needs `pip install torch`, for fine-tuning also `transformers peft`. On a GPU training is bf16 under autocast with torch.compile, decoding
 bf16 with a static cache and torch.compile's CUDA graphs; on a CPU training is f32, eager: what a
 PyTorch user would do for speed.
 """
@@ -192,6 +193,42 @@ def train_model(what, label, model, vocab_size, batch, seq_length, rest=None):
     if GPU:
         peak = torch.cuda.max_memory_allocated() / 1e9
         show(f"peak memory, {what}", f"{name} {label}B={batch} T={seq_length}", peak, "GB")
+
+
+def fine_tuning(lora, batch=8, length=2048):
+    """Qwen3-0.6B's shape, with all weights or a LoRA adapter on all linear layers: transformers and PEFT, in bf16."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6, use_cache=False,
+    )
+    torch.set_default_dtype(BF16)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    run = torch.compile(model)
+    ids = torch.randint(150_000, (batch, length), device=DEVICE)
+
+    def step():
+        run(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    torch.cuda.reset_peak_memory_stats()
+    case = f"{'peft' if lora else 'transformers'} compile qwen3 0.6b, {'LoRA of rank 16' if lora else 'all weights'}"
+    case = f"{case} B={batch} T={length}"
+    show("train step", case, batch * length / seconds(step), "tokens/s")
+    show("peak memory, train step", case, torch.cuda.max_memory_allocated() / 1e9, "GB")
 
 
 class Shape(NamedTuple):
@@ -429,7 +466,14 @@ def experts():
         show("grouped product bf16", f"_grouped_mm {case}", tflop / 1.5 / product, "TFLOP/s")
 
 
-PARTS = {"decode": decode, "prefill": prefill, "kernels": kernels, "experts": experts}
+PARTS = {
+    "decode": decode,
+    "prefill": prefill,
+    "kernels": kernels,
+    "experts": experts,
+    "qwen3-0.6b-full": lambda: fine_tuning(False),
+    "qwen3-0.6b-lora": lambda: fine_tuning(True),
+}
 
 
 def main():

@@ -14,8 +14,10 @@ use crate::ops::head_log_probs::HeadLogProbsOps;
 use crate::ops::head_loss::HeadLossOps;
 use crate::ops::head_sample::HeadSampleOps;
 use crate::ops::linear::LinearOps;
+use crate::ops::lora::LoraOps;
 use crate::ops::norm::NormOps;
 use crate::ops::optimizer::OptimizerOps;
+use crate::ops::qkv_norm::QkvNormOps;
 use crate::ops::reshape::ReshapeOps;
 use crate::ops::rotary::RotaryOps;
 use crate::ops::share::ShareOps;
@@ -59,8 +61,10 @@ backend! {
     HeadLossOps,
     HeadSampleOps,
     LinearOps,
+    LoraOps,
     NormOps,
     OptimizerOps,
+    QkvNormOps,
     RecorderOps,
     ReshapeOps,
     RotaryOps,

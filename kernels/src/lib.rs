@@ -82,8 +82,10 @@ pub use ops::head_sample::{
 #[cfg(feature = "cuda")]
 pub use ops::kernels::{CudaSource, cuda_sources};
 pub use ops::linear::{LinearGradients, LinearOutput, Saved, Wanted, linear, linear_add, norm_gate_up, norm_linear};
+pub use ops::lora::{LoraGradients, LoraLayer, LoraOutput, LoraWanted, lora};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, gradient_norm, optimizer_step, optimizer_step_of};
+pub use ops::qkv_norm::{HeadNorms, QkvNormGradients, QkvNormOutput, qkv_norm};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::share::{DeviceTensor, Place, Reader, SharedMemory, reclaim_shared};
@@ -125,8 +127,10 @@ pub mod traits {
     pub use crate::ops::head_loss::HeadLossOps;
     pub use crate::ops::head_sample::HeadSampleOps;
     pub use crate::ops::linear::LinearOps;
+    pub use crate::ops::lora::LoraOps;
     pub use crate::ops::norm::NormOps;
     pub use crate::ops::optimizer::{OptimizerOps, Stepped};
+    pub use crate::ops::qkv_norm::QkvNormOps;
     pub use crate::ops::reshape::ReshapeOps;
     pub use crate::ops::rotary::RotaryOps;
     pub use crate::ops::share::ShareOps;
@@ -157,8 +161,10 @@ pub mod operands {
     pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};
     pub use crate::ops::head_sample::{Draw, Logits};
     pub use crate::ops::linear::{LinearBackward, LinearForward};
+    pub use crate::ops::lora::{LoraBackward, LoraForward};
     pub use crate::ops::norm::{NormBackward, NormForward};
     pub use crate::ops::optimizer::{GradientNorm, OptimizerStep};
+    pub use crate::ops::qkv_norm::{QkvNormBackward, QkvNormForward};
     pub use crate::ops::rotary::{NextPositions, QkvRotaryForward, RotaryForward};
     pub use crate::ops::side_loss::SideLoss;
     pub use crate::ops::weight::{Dequantize, Rounded};
@@ -181,8 +187,10 @@ pub mod reference {
     pub use crate::ops::head_loss::reference::{head_loss_backward, head_loss_forward};
     pub use crate::ops::head_sample::reference::{draw, logits};
     pub use crate::ops::linear::reference::{linear_backward, linear_forward};
+    pub use crate::ops::lora::reference::{lora_backward, lora_forward};
     pub use crate::ops::norm::reference::{norm_backward, norm_forward};
     pub use crate::ops::optimizer::reference::{gradient_norm, optimizer_step};
+    pub use crate::ops::qkv_norm::reference::{qkv_norm_backward, qkv_norm_forward};
     pub use crate::ops::rotary::reference::{next_positions, qkv_rotary_forward, rotary_forward};
     pub use crate::ops::weight::reference::dequantize;
 }

@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, RotaryTable, attention,
-    attention_weights, cached_attention, norm, qkv_attention, qkv_rotary, reshape, rotary, sink_attention,
+    AttentionOptions, Backend, HeadNorms, LayerCache, Norm, NormKind, PackedHeads, Placement, RotaryTable, attention,
+    attention_weights, cached_attention, norm, qkv_attention, qkv_norm, qkv_rotary, reshape, rotary, sink_attention,
 };
 
 use crate::layer::LayerConfig;
@@ -144,11 +144,24 @@ impl<B: Backend> Attention<B> {
         [&self.query_norm, &self.key_norm].map(|norm| norm.as_ref().filter(|_| !self.joint_norms))
     }
 
+    /// The norms of query and key heads, if packed heads are normalized at once.
+    fn packed_norms(&self) -> Option<HeadNorms<B>> {
+        let [Some(query), Some(key)] = self.head_norms() else { return None };
+        let norms = HeadNorms { query: query.weights(), key: key.weights() };
+        norms.are_supported().then_some(norms)
+    }
+
     /// Attention within each row, `[batch_size, seq_length, n_heads * head_dim]`.
     fn attend(&self, qkv: Tensor<B, 3>, heads: PackedHeads, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
         let dropout = pass.dropout(layer, Site::Attention);
         let options = self.options.with_dropout(dropout);
-        if self.head_norms().iter().all(Option::is_none) && self.sinks.is_none() {
+        let norms = self.packed_norms();
+        let in_place = norms.is_some() || self.head_norms().iter().all(Option::is_none);
+        if in_place && self.sinks.is_none() {
+            let qkv = match norms {
+                Some(norms) => qkv_norm(qkv, heads, norms),
+                None => qkv,
+            };
             let qkv = match self.table(&pass.rotary) {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,

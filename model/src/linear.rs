@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    Activation, Backend, Dropout, Norm, RandomKey, activate, dropout, linear, linear_add, norm, norm_gate_up,
-    norm_linear,
+    Activation, Backend, Dropout, LoraLayer, Norm, RandomKey, Weight, activate, dropout, linear, linear_add, lora,
+    norm, norm_gate_up, norm_linear,
 };
 
 use crate::matrix::Matrix;
@@ -109,13 +109,14 @@ impl<B: Backend> Linear<B> {
     ) -> Tensor<B, 2> {
         let weight = self.base.weight();
         let Some(magnitude) = &adapter.magnitude else {
+            let Some(masks) = adapter.dropout else { return lora(x, adapter.on(weight, bias, None), residual) };
             let output = match residual {
                 Some(residual) => linear_add(x.clone(), weight, bias, None, residual),
                 None => linear(x.clone(), weight, bias),
             };
-            return adapter.add_to(x, output);
+            return adapter.add_to(dropout(x, masks), output);
         };
-        let output = adapter.add_to(x.clone(), linear(x, weight, None));
+        let output = lora(x, adapter.on(weight, None, None), None);
         let dtype = output.dtype();
         let mut output = output * magnitude.factors(&self.base, adapter).cast(dtype).unsqueeze();
         if let Some(bias) = bias {
@@ -135,10 +136,13 @@ impl<B: Backend> Linear<B> {
         bias: Option<Tensor<B, 1>>,
         activation: Activation,
     ) -> Tensor<B, 2> {
-        if self.adapter.is_none() {
-            return norm_gate_up(x, pre_norm, self.base.weight(), bias, activation);
+        match &self.adapter {
+            None => norm_gate_up(x, pre_norm, self.base.weight(), bias, activation),
+            Some(adapter) if adapter.magnitude.is_none() && adapter.dropout.is_none() => {
+                lora(normed(x, pre_norm), adapter.on(self.base.weight(), bias, Some(activation)), None)
+            }
+            Some(_) => activate(self.forward(x, pre_norm, bias), activation),
         }
-        activate(self.forward(x, pre_norm, bias), activation)
     }
 
     /// `residual + dropped(x weight^T + bias)`; see [`linear_add`].
@@ -169,12 +173,13 @@ impl<B: Backend> Adapter<B> {
         self.dropout = key.map(|key| Dropout { probability: self.dropout_probability, key });
     }
 
+    /// The operands of [`lora`] on `weight`.
+    fn on(&self, weight: Weight<B>, bias: Option<Tensor<B, 1>>, activation: Option<Activation>) -> LoraLayer<B> {
+        LoraLayer { weight, bias, a: self.a.weight(), b: self.b.weight(), scale: self.scale, activation }
+    }
+
     /// `output + scale * (x a^T) b^T`.
     fn add_to(&self, x: Tensor<B, 2>, output: Tensor<B, 2>) -> Tensor<B, 2> {
-        let x = match self.dropout {
-            Some(masks) => dropout(x, masks),
-            None => x,
-        };
         let inner = linear(x, self.a.weight(), None).mul_scalar(self.scale);
         linear_add(inner, self.b.weight(), None, None, output)
     }

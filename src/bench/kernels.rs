@@ -4,14 +4,14 @@
 use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{
     ActivateBackward, ActivateForward, Checked, EmbedBackward, ExpertsBackward, ExpertsForward, FeedForwardBackward,
-    FeedForwardForward, HeadLossForward, LinearBackward, NormBackward, NormForward, QkvAttentionBackward,
-    QkvAttentionForward,
+    FeedForwardForward, HeadLossForward, LinearBackward, LoraBackward, LoraForward, NormBackward, NormForward,
+    QkvAttentionBackward, QkvAttentionForward,
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer,
-    FeedForwardLayer, HeadLossOptions, HeadLossWanted, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow,
-    SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample, linear, linear_add,
-    norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
+    FeedForwardLayer, HeadLossOptions, HeadLossWanted, HeadNorms, LoraLayer, LoraWanted, Norm, PackedHeads, RandomKey,
+    RotaryTable, SampledRow, SampledRows, Sampling, Wanted, Weight, choose_experts, dropout, embed, head_sample,
+    linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_norm, qkv_rotary, recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -296,6 +296,35 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 sum: None,
             }))
         })?;
+        // The rank of three modules with 16 each.
+        let rank = 48;
+        let layer = LoraLayer {
+            weight: Weight::Float(weight.clone()),
+            bias: None,
+            a: Weight::Float(self.random([rank, narrow])),
+            b: Weight::Float(self.random([wide, rank])),
+            scale: 2.0,
+            activation: None,
+        };
+        let operands = LoraForward { x: x.clone(), layer, residual: None, keeps: true };
+        let adapted = flops + 2.0 * (rows * rank * (narrow + wide)) as f64;
+        let lora_case = format!("{rows}x{narrow}x{wide}, rank {rank}");
+        let inner = B::lora_forward(Checked::new(operands.clone())).inner;
+        self.computes(&format!("lora {dtype}"), lora_case.clone(), adapted, || {
+            B::lora_forward(Checked::new(operands.clone()))
+        })?;
+        self.computes(&format!("lora backward {dtype}"), lora_case, 2.0 * adapted - flops, || {
+            B::lora_backward(Checked::new(LoraBackward {
+                grad: grad.clone(),
+                x: x.clone(),
+                inner: inner.clone(),
+                layer: operands.layer.clone(),
+                saved: None,
+                wanted: LoraWanted::ALL,
+                sums: [None, None],
+            }))
+        })?;
+        drop((inner, operands));
         let gelu = Activation::plain(ActivationKind::GeluTanh);
         self.computes(&format!("norm_gate_up, gelu {dtype}"), case(), flops, || {
             norm_gate_up(x.clone(), None, weight.clone(), Some(bias.clone()), gelu)
@@ -343,6 +372,10 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         let positions = positions.reshape([1, seq_length]).expand([sequences, seq_length]);
         self.moves("qkv_rotary", format!("{sequences}x{seq_length}x{heads}x64"), 6 * once, || {
             qkv_rotary(qkv.clone(), packed, &table, positions.clone())
+        })?;
+        let norms = HeadNorms { query: Norm::rms(self.weights([64]), 1e-6), key: Norm::rms(self.weights([64]), 1e-6) };
+        self.moves("qkv_norm", format!("{sequences}x{seq_length}x{heads}x64"), 6 * once, || {
+            qkv_norm(qkv.clone(), packed, norms.clone())
         })?;
         drop(qkv);
         for [batch_size, heads, seq_length, head_dim] in scale.attention {

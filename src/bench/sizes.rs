@@ -1,17 +1,19 @@
 //! Models and batches by name.
 
 use burn::tensor::FloatDType;
-use fireclay_model::TransformerConfig;
+use fireclay_model::{Family, LoraConfig, TransformerConfig};
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 
 /// Sizes of `bench train`; other parts of a recipe's name are fixed.
-pub const TRAINERS: [&str; 10] = [
+pub const TRAINERS: [&str; 12] = [
     "gpt2-124m",
     "gpt2-124m-experts",
     "shakespeare-char",
     "llama-1b",
+    "qwen3-0.6b-full",
+    "qwen3-0.6b-lora",
     "gemma-3-1b",
     "phi-4-mini",
     "intent-slot",
@@ -44,6 +46,9 @@ pub(super) struct TrainSize {
     pub(super) vocab_size: usize,
     /// The model, if the recipe has no settings for its shape.
     pub(super) config: Option<TransformerConfig>,
+    /// An adapter on all linear layers instead of all weights, which are in the activations' dtype
+    /// then, and what names the layers.
+    pub(super) adapter: Option<(Family, LoraConfig)>,
 }
 
 /// For models of their own shape.
@@ -80,6 +85,8 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
             "train step",
             "llama 1b 16x2048",
         ),
+        "qwen3-0.6b-full" => ("llama-15m", FINE_TUNING, 151_936, "train step", "qwen3 0.6b, all weights"),
+        "qwen3-0.6b-lora" => ("llama-15m", FINE_TUNING, 151_936, "train step", "qwen3 0.6b, LoRA of rank 16"),
         "cpu-4x128" => (
             "shakespeare-char-cpu",
             &[("d_model", "128"), ("n_layers", "4"), ("n_heads", "4"), ("seq_length", "64"), ("batch_size", "12")],
@@ -106,9 +113,19 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
         _ => return Err(unknown("train", name, &TRAINERS)),
     };
     let recipe = Recipe::shipped(recipe)?.with_all(settings.iter().copied().chain([("schedule", "constant")]))?;
-    let config = if settings == LARGE_ROWS { Some(decoder(name)?.0) } else { None };
-    Ok(TrainSize { what: what.into(), label, recipe, vocab_size, config })
+    let config = match name {
+        "qwen3-0.6b-full" | "qwen3-0.6b-lora" => Some(decoder("qwen3-0.6b")?.0),
+        _ if settings == LARGE_ROWS => Some(decoder(name)?.0),
+        _ => None,
+    };
+    let adapter = || (Family::Qwen3, LoraConfig { rank: 16, alpha: 32.0, ..LoraConfig::default() });
+    let adapter = (name == "qwen3-0.6b-lora").then(adapter);
+    Ok(TrainSize { what: what.into(), label, recipe, vocab_size, config, adapter })
 }
+
+/// Settings of fine-tuning, other than the model's.
+const FINE_TUNING: &[(&str, &str)] =
+    &[("batch_size", "8"), ("seq_length", "2048"), ("accumulation", "1"), ("precision", "bf16")];
 
 /// A named decoder: its shape, and its dtype where the device supports it.
 pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Failure> {

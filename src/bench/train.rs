@@ -1,7 +1,11 @@
 //! Training throughput in tokens per second, and epochs of utterances.
 
+use burn::backend::Autodiff;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{FloatDType, Tensor};
 use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
 use fireclay_kernels::Backend;
+use fireclay_model::{Family, LoraConfig, Transformer, TransformerConfig};
 
 use super::sizes::{TrainSize, trainer};
 use super::{BenchOptions, Measurement, seconds};
@@ -71,13 +75,16 @@ fn named(case: &str, options: &BenchOptions) -> String {
 
 /// Training speed and, where the device reports it, peak memory.
 fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Vec<Measurement>, Failure> {
-    let TrainSize { what, label, recipe, vocab_size, config } = size;
+    let TrainSize { what, label, recipe, vocab_size, config, adapter } = size;
     let recipe = asked(recipe, options)?;
     let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
     let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
     let batches = (0..8).map(|step| task.batch(&recipe.training, step)).collect::<Result<Vec<Batch>, _>>()?;
     let mut trainer = match config {
-        Some(config) => Trainer::<B>::with_model(&recipe, task, config.init(1, device)?, device.clone())?,
+        Some(config) => {
+            let model = model_of::<B>(config, adapter, &recipe, device)?;
+            Trainer::<B>::with_model(&recipe, task, model, device.clone())?
+        }
         None => Trainer::<B>::new(&recipe, task, device.clone())?,
     };
     let mut batches = batches.iter().cycle();
@@ -113,6 +120,33 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
         None => measured,
     };
     Ok(std::iter::once(measured).chain(memory).collect())
+}
+
+/// A model with random weights, and its adapter if it is to be trained with one.
+fn model_of<B: Backend>(
+    config: TransformerConfig,
+    adapter: Option<(Family, LoraConfig)>,
+    recipe: &Recipe,
+    device: &B::Device,
+) -> Result<Transformer<Autodiff<B>>, Failure> {
+    let seed = recipe.training.seed;
+    let model: Transformer<Autodiff<B>> = config.init(seed, device)?;
+    let Some((family, adapter)) = adapter else { return Ok(model) };
+    let dtype = recipe.training.precision.activations::<B>(device)?;
+    let model = model.map(&mut FrozenIn(dtype));
+    model.with_lora(family, &adapter, None, seed).map_err(Failure::new)
+}
+
+/// Stores matrices in a dtype, as those of files are read that are not trained.
+struct FrozenIn(FloatDType);
+
+impl<B: burn::tensor::backend::Backend> ModuleMapper<B> for FrozenIn {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        if D < 2 {
+            return param;
+        }
+        Param::initialized(param.id, param.val().cast(self.0).detach())
+    }
 }
 
 /// A text of random words, each a token.

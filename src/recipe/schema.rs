@@ -205,6 +205,8 @@ pub struct TrainingRecipe {
     /// Blocks per activation checkpoint: backward recomputes that many blocks at a time; 0 keeps
     /// all activations.
     pub checkpoint_activations: usize,
+    /// Memory of each device that training may take, such as `24GB`; empty for no limit.
+    pub memory_limit: String,
     /// `none` to train all weights, or `lora`.
     pub adapter: AdapterKind,
     /// Peak learning rate, after warm-up.
@@ -283,6 +285,32 @@ pub struct TrainingRecipe {
     pub checkpoints_kept: usize,
 }
 
+impl TrainingRecipe {
+    /// The memory limit in bytes, if there is one.
+    ///
+    /// # Errors
+    /// If it is no size.
+    pub(crate) fn memory_limit(&self) -> Result<Option<u64>, Failure> {
+        let limit = self.memory_limit.trim();
+        if limit.is_empty() {
+            return Ok(None);
+        }
+        let (number, unit) = limit.split_at(limit.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(limit.len()));
+        let unit = match unit.to_ascii_lowercase().as_str() {
+            "mb" => Some(1e6),
+            "gb" => Some(1e9),
+            "mib" => Some(f64::from(1 << 20)),
+            "gib" => Some(f64::from(1 << 30)),
+            _ => None,
+        };
+        let bytes = unit.zip(number.trim().parse::<f64>().ok()).map(|(unit, number)| unit * number);
+        match bytes {
+            Some(bytes) if bytes.is_finite() && bytes >= 1.0 => Ok(Some(bytes as u64)),
+            _ => Err(Failure::usage(format!("training.memory_limit is {limit}: write it as 24GB, or as 800MB"))),
+        }
+    }
+}
+
 impl Default for TrainingRecipe {
     fn default() -> Self {
         Self {
@@ -291,6 +319,7 @@ impl Default for TrainingRecipe {
             seq_length: 64,
             accumulation: 1,
             checkpoint_activations: 0,
+            memory_limit: String::new(),
             adapter: AdapterKind::None,
             learning_rate: 1e-3,
             min_learning_rate: 1e-4,
@@ -352,6 +381,7 @@ impl Recipe {
         if self.lora.rank == 0 {
             return Err(Failure::usage("lora.rank must be at least 1"));
         }
+        training.memory_limit()?;
         if training.masked == 0.0 {
             return Err(Failure::usage("training.masked is 0: no token would be predicted"));
         }

@@ -10,7 +10,7 @@ use fireclay_kernels::notices::{Level, notice};
 use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{ModelFolder, Tokens, Transformer, TransformerConfig, class_loss};
 
-use super::chat::held_out;
+use super::held_out::parted;
 use super::validation::{Validation, ValidationOutput};
 use crate::failure::Failure;
 use crate::inference::class_report::ClassReport;
@@ -243,11 +243,7 @@ fn examples(recipe: &Recipe) -> Result<LabelledTexts, Failure> {
         if examples.train.len() < 2 {
             return Err(Failure::new(format!("{}: one text is too few: one has to be held out", data.source)));
         }
-        let held_out = held_out(examples.train.len(), data.holdout, recipe.training.seed);
-        let (valid, train): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut examples.train).into_iter().zip(held_out).partition(|(_, held_out)| *held_out);
-        let plain = |part: Vec<(LabelledText, bool)>| part.into_iter().map(|(text, _)| text).collect();
-        (examples.train, examples.valid) = (plain(train), plain(valid));
+        (examples.train, examples.valid) = parted(std::mem::take(&mut examples.train), recipe);
     }
     Ok(examples)
 }

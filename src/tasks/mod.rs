@@ -4,6 +4,7 @@ pub mod batch;
 pub mod chat;
 pub mod classify;
 pub(crate) mod counts;
+mod held_out;
 pub mod intent_slot;
 pub mod language;
 pub mod masked;

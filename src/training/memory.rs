@@ -7,6 +7,7 @@ use fireclay_kernels::Backend;
 use fireclay_kernels::notices::{Level, notice};
 use fireclay_model::{LayerConfig, Transformer, trained_parameters};
 
+use crate::failure::Failure;
 use crate::recipe::schema::Recipe;
 use crate::recipe::tuning::{AdapterKind, BaseKind};
 
@@ -66,19 +67,20 @@ impl MemoryEstimate {
         let adapted = training.adapter == AdapterKind::Lora;
         let (d_model, qkv) = (config.d_model as f64, config.qkv_width() as f64);
         let heads = (config.n_heads * config.head_dim) as f64;
-        // The residual stream and its norm, twice; packed heads, apart where they have norms;
-        // attention's output; the feed-forward layer before and after its activation, in one
-        // operation without adapters.
-        let placed = if config.qk_norm { 3.0 } else { 1.0 };
+        // The residual stream and its norm, twice; packed heads, also before their norms; attention's
+        // output; the feed-forward layer before and after its activation, in one operation unless
+        // adapters run apart from their weights.
+        let placed = if config.qk_norm { 2.0 } else { 1.0 };
+        let apart = adapted && (recipe.lora.lora_dropout > 0.0 || recipe.lora.dora);
         let of_layer = |layer: &LayerConfig| {
             let gate = if layer.activation.gated { 2.0 } else { 1.0 };
-            let dense = |d_ff: usize, adapted: bool| (gate + if adapted { 2.0 } else { 1.0 }) * d_ff as f64;
+            let dense = |d_ff: usize, apart: bool| (gate + if apart { 2.0 } else { 1.0 }) * d_ff as f64;
             match layer.experts {
-                None => dense(layer.d_ff, adapted),
+                None => dense(layer.d_ff, apart),
                 // What the activations of a token's experts get, besides the input of all.
                 Some(own) => {
                     let of_experts = own.experts_per_token as f64 * gate * layer.d_ff as f64;
-                    d_model + of_experts + dense(own.shared_d_ff, adapted)
+                    d_model + of_experts + dense(own.shared_d_ff, apart)
                 }
             }
         };
@@ -122,6 +124,20 @@ impl MemoryEstimate {
         self.weights + self.trained + self.activations + self.logits
     }
 
+    /// Refuses a step that would take more than `limit` bytes.
+    ///
+    /// # Errors
+    /// If it would, with the settings that help.
+    pub(crate) fn refuse_above(&self, limit: Option<u64>) -> Result<(), Failure> {
+        match limit {
+            Some(limit) if self.total() > limit as f64 => {
+                let (limit, needs, advice) = (size(limit as f64), self.describe(), self.advice());
+                Err(Failure::new(format!("training.memory_limit is {limit}, and a step needs {needs}: {advice}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// In words.
     pub(crate) fn describe(&self) -> String {
         let Self { weights, trained, activations, logits, .. } = self;
@@ -159,6 +175,17 @@ impl MemoryEstimate {
         }
         *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.advice());
     }
+}
+
+/// A failure of a step that took `peak` bytes, if that is more than `limit`.
+pub(crate) fn above_limit(peak: Option<u64>, limit: Option<u64>, step: u64) -> Result<(), Failure> {
+    let Some((peak, limit)) = peak.zip(limit).filter(|(peak, limit)| peak > limit) else { return Ok(()) };
+    let (peak, limit) = (size(peak as f64), size(limit as f64));
+    let advice = ADVICE.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default();
+    Err(Failure::new(format!(
+        "step {} took {peak} of memory, above training.memory_limit of {limit}: {advice}",
+        step + 1
+    )))
 }
 
 fn size(bytes: f64) -> String {
@@ -215,6 +242,13 @@ mod tests {
         // An adapter has few gradients and moments.
         let (lora, full) = (estimate(&shape, true), estimate(&shape, false));
         assert!(lora.trained < full.trained / 2.0 && lora.savings.iter().any(|(name, _)| name == "base=nf4"));
+        let refused = |limit| full.refuse_above(limit).map_err(|failure| failure.to_string());
+        assert_eq!([refused(None), refused(Some(full.total() as u64 + 1))], [Ok(()), Ok(())]);
+        let told = refused(Some(full.total() as u64 - 1)).expect_err("a byte is missing");
+        assert!(told.starts_with("training.memory_limit is ") && told.contains(&full.advice()), "{told}");
+        assert_eq!(above_limit(Some(5), Some(5), 0).map_err(|failure| failure.to_string()), Ok(()));
+        let told = above_limit(Some(25_100_000_000), Some(24_000_000_000), 2).expect_err("it took more").to_string();
+        assert!(told.starts_with("step 3 took 25.1 GB of memory, above training.memory_limit of 24.0 GB: "), "{told}");
         assert_eq!(size(2.34e9), "2.3 GB");
         assert_eq!(size(234e6), "234 MB");
     }

@@ -263,6 +263,8 @@ impl TrainingRun {
                 return Err(failure);
             }
         };
+        let limit = trainer.recipe().training.memory_limit()?;
+        trainer.memory_estimate().refuse_above(limit).inspect_err(|_| folder.forget_if_empty())?;
         let record = RunRecord::new(trainer.recipe(), trainer.model().config(), device_name, command);
         let wandb = wandb.map(|project| Wandb::begin(&project, &record, folder.path())).transpose();
         let wandb = wandb.inspect_err(|_| folder.forget_if_empty())?;

@@ -23,7 +23,7 @@ use crate::tasks::resolve::InitialModel;
 use crate::tasks::{Batch, Rewards, Task, TestReport, Validation, ValidationOutput};
 use crate::training::batches::Batches;
 use crate::training::expert_balance::{ExpertBalance, ExpertLayers};
-use crate::training::memory::MemoryEstimate;
+use crate::training::memory::{MemoryEstimate, above_limit};
 use crate::training::optim::{Optimizer, ParameterGradients, Settings, Sharding};
 use crate::training::parallel::{Command, Ranks};
 
@@ -48,7 +48,12 @@ pub struct Trainer<B: Backend> {
     peak_memory: Option<u64>,
     /// Whether the kernels of a step were compiled ahead of the first one.
     compiled: bool,
+    /// Steps that this process has trained, up to those that are watched.
+    trained_steps: u64,
 }
+
+/// Steps whose memory is compared with a limit: reading it takes the host a moment.
+const WATCHED_STEPS: u64 = 20;
 
 type Gradients<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
@@ -214,6 +219,7 @@ impl<B: Backend> Trainer<B> {
             collective,
             peak_memory: None,
             compiled: false,
+            trained_steps: 0,
         })
     }
 
@@ -290,7 +296,18 @@ impl<B: Backend> Trainer<B> {
         };
         let batch = batches.take()?;
         self.batches = Some(batches);
-        Ok(self.train_on(batch))
+        // Steps are alike: the first ones show what all take.
+        let limit = self.recipe.training.memory_limit()?.filter(|_| self.trained_steps < WATCHED_STEPS);
+        if limit.is_some() && self.peak_memory.is_none() {
+            self.watch_memory();
+        }
+        self.trained_steps += 1;
+        let output = self.train_on(batch);
+        above_limit(self.peak_memory(), limit, output.step)?;
+        if limit.is_some() && self.trained_steps == WATCHED_STEPS {
+            self.peak_memory = None;
+        }
+        Ok(output)
     }
 
     /// Time that steps spent waiting for batches.

@@ -3,13 +3,14 @@
 use burn::tensor::{FloatDType, Int, Tensor};
 use fireclay_kernels::operands::{
     ActivateForward, AttentionForward, CachedAttention, Dequantize, Draw, DropoutForward, EmbedForward,
-    HeadLossForward, LinearForward, Logits, NormForward, OptimizerStep, QkvRotaryForward, RotaryForward,
+    HeadLossForward, LinearForward, Logits, LoraForward, NormForward, OptimizerStep, QkvNormForward, QkvRotaryForward,
+    RotaryForward,
 };
 use fireclay_kernels::traits::Stepped;
 use fireclay_kernels::{
     Activation, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
-    HeadLossOptions, HeadLossWanted, LayerCache, Norm, PackedHeads, Placement, QuantizedWeight, RotaryTable,
-    SampledRows, TokenCounts, Weight, reference,
+    HeadLossOptions, HeadLossWanted, HeadNorms, LayerCache, LoraLayer, Norm, PackedHeads, Placement, QuantizedWeight,
+    RotaryTable, SampledRows, TokenCounts, Weight, reference,
 };
 
 pub(crate) fn dropout<B: Backend>(x: Tensor<B, 2>, dropout: Dropout) -> Tensor<B, 2> {
@@ -28,6 +29,10 @@ pub(crate) fn linear<B: Backend>(x: Tensor<B, 2>, weight: Tensor<B, 2>, bias: Op
     reference::linear_forward(LinearForward::new(x, weight, bias)).output
 }
 
+pub(crate) fn lora<B: Backend>(x: Tensor<B, 2>, layer: LoraLayer<B>, residual: Option<Tensor<B, 2>>) -> Tensor<B, 2> {
+    reference::lora_forward(LoraForward { x, layer, residual, keeps: true }).output
+}
+
 pub(crate) fn activate<B: Backend>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {
     reference::activate_forward(ActivateForward { x, activation })
 }
@@ -42,6 +47,10 @@ pub(crate) fn rotary<B: Backend>(
     positions: Tensor<B, 2, Int>,
 ) -> Tensor<B, 4> {
     reference::rotary_forward(RotaryForward { x, table: table.clone(), positions, inverse: false })
+}
+
+pub(crate) fn qkv_norm<B: Backend>(qkv: Tensor<B, 3>, heads: PackedHeads, norms: HeadNorms<B>) -> Tensor<B, 3> {
+    reference::qkv_norm_forward(QkvNormForward { qkv, heads, norms }).output
 }
 
 pub(crate) fn qkv_rotary<B: Backend>(

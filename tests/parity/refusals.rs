@@ -5,16 +5,16 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
-use fireclay_kernels::operands::{Checked, LinearBackward};
+use fireclay_kernels::operands::{Checked, LinearBackward, LoraBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, ExpertsLayer, FeedForwardLayer, Format,
-    HeadLossOptions, LayerCache, MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey,
-    RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention,
-    attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout, embed, embed_add,
-    expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add, next_positions,
-    norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary, side_loss,
-    sink_attention,
+    HeadLossOptions, HeadNorms, LayerCache, LoraLayer, LoraWanted, MultiStep, Norm, PackedHeads, Penalties, Placement,
+    QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight,
+    activate, attention, attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout,
+    embed, embed_add, expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add,
+    lora, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_norm, qkv_rotary,
+    reshape, rotary, side_loss, sink_attention,
 };
 
 use crate::backend_test;
@@ -97,6 +97,13 @@ backend_test!(norms_and_activations_refuse_what_does_not_fit::<B>(device) {
     refused("activate", &["empty"], || activate(make.float([0, 8]), PLAIN));
     let drop = Dropout { probability: 0.5, key: RandomKey::new(1) };
     refused("dropout", &["empty"], || dropout(make.float([0, 8]), drop));
+    let head_norms = |query: Norm<B>, key: Norm<B>| HeadNorms { query, key };
+    let packed = PackedHeads { n_heads: 2, n_kv_heads: 1, head_dim: 4 };
+    let normed = |width: usize, norms: HeadNorms<B>| qkv_norm(make.float([1, 3, width]), packed, norms);
+    refused("qkv_norm", &["qkv [1, 3, 15]"], || normed(15, head_norms(make.rms(4), make.rms(4))));
+    refused("qkv_norm", &["gamma [5]"], || normed(16, head_norms(make.rms(4), make.rms(5))));
+    let shifted = Norm::layer(make.float([4]), None, 1e-5);
+    refused("qkv_norm", &["RMS norms without a shift"], || normed(16, head_norms(make.rms(4), shifted)));
     refused("side_loss", &["loss [2]"], || side_loss(x(), make.float([2])));
     refused("side_loss", &["empty"], || side_loss(make.float([0, 8]), make.float([1])));
     refused("reshape", &["[5, 5]", "[3, 8]"], || reshape(x(), [5, 5]));
@@ -152,6 +159,38 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
         });
         refused("feed_forward", &["down's bias [16]"], || {
             apply(None, FeedForwardLayer { down_bias: bias(16), ..fits() }, None)
+        });
+        let low_rank = |weight: [usize; 2], a: [usize; 2], b: [usize; 2], activation| LoraLayer {
+            weight: make.float(weight).into(),
+            bias: None,
+            a: make.float(a).into(),
+            b: make.float(b).into(),
+            scale: 1.0,
+            activation,
+        };
+        let fitting = || low_rank([16, 8], [4, 8], [16, 4], None);
+        let adapted = |layer: LoraLayer<B>, residual: Option<Tensor<B, 2>>| lora(x(), layer, residual);
+        refused("lora", &["weight [16, 7]", &dims], || adapted(low_rank([16, 7], [4, 8], [16, 4], None), None));
+        refused("lora", &["a [4, 7]", &dims], || adapted(low_rank([16, 8], [4, 7], [16, 4], None), None));
+        refused("lora", &["b [15, 4]", &dims], || adapted(low_rank([16, 8], [4, 8], [15, 4], None), None));
+        refused("lora", &["b [16, 5]", &dims], || adapted(low_rank([16, 8], [4, 8], [16, 5], None), None));
+        refused("lora", &["bias [15]", &dims], || adapted(LoraLayer { bias: bias(15), ..fitting() }, None));
+        refused("lora", &["even width", "15"], || adapted(low_rank([15, 8], [4, 8], [15, 4], Some(GATED)), None));
+        refused("lora", &["residual [1, 16]"], || adapted(fitting(), Some(make.float([1, 16]))));
+        refused("lora", &["an activation is the last part"], || {
+            adapted(LoraLayer { activation: Some(PLAIN), ..fitting() }, Some(make.float([rows, 16])))
+        });
+        refused("lora", &["a is quantized"], || adapted(LoraLayer { a: make.bytes([4, 8]).into(), ..fitting() }, None));
+        refused("lora backward", &["grad [1, 16]"], || {
+            B::lora_backward(Checked::new(LoraBackward {
+                grad: make.float([1, 16]),
+                x: x(),
+                inner: make.float([rows, 4]),
+                layer: fitting(),
+                saved: None,
+                wanted: LoraWanted::ALL,
+                sums: [None, None],
+            }))
         });
         // Four experts, two for each row.
         let mixed = |chosen: [usize; 2], weights: [usize; 2], up: [usize; 2], down: [usize; 2], limit: Option<f64>| {

@@ -347,6 +347,25 @@ fn conversations_that_are_cut_off_leave_no_nan() {
 }
 
 #[test]
+fn a_step_above_the_memory_limit_is_refused_before_the_first_one() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    base_and_chats(folder);
+    for (limit, code, parts) in [
+        ("1MB", 1, ["training.memory_limit is 1 MB, and a step needs about", "saves about"]),
+        ("lots", 2, ["training.memory_limit is lots", "24GB"]),
+    ] {
+        let run = tune(folder, "refused", &["steps=2", &format!("memory_limit={limit}")]);
+        let told = String::from_utf8_lossy(&run.stderr);
+        assert_eq!(run.status.code(), Some(code), "{limit}: {told}");
+        assert!(parts.iter().all(|part| told.contains(part)), "{limit}: {told}");
+        assert!(!folder.join("refused").exists(), "{limit}: nothing is left");
+    }
+    let run = tune(folder, "allowed", &["steps=2", "memory_limit=100 GB"]);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+}
+
+#[test]
 fn a_model_of_the_stories_is_taught_to_answer_by_the_embedded_conversations() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();

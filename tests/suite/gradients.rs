@@ -3,8 +3,9 @@
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor};
 use fireclay_kernels::{
-    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions, Norm,
-    RandomKey, activate, attention, experts, head_loss, linear, norm, sink_attention,
+    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, ExpertsLayer, HeadLossOptions,
+    HeadNorms, LoraLayer, Norm, PackedHeads, RandomKey, activate, attention, experts, head_loss, linear, lora, norm,
+    qkv_norm, sink_attention,
 };
 
 use crate::backend_test;
@@ -68,6 +69,24 @@ backend_test!(gradients_are_slopes::<B>(device) {
         linear(lift(random::<B, 2>(1, [4, 9], &device)), weight, None)
     });
 
+    let shapes = [[4, 9], [3, 9], [5, 3], [4, 5]];
+    let inputs = || shapes.iter().zip(10..).map(|(shape, seed)| random::<B, 2>(seed, *shape, &device));
+    for (at, name) in ["input", "a", "b", "residual"].into_iter().enumerate() {
+        assert_slope(&format!("adapter's {name}"), inputs().nth(at).expect("four inputs"), |own| {
+            let mut all: Vec<_> = inputs().map(lift).collect();
+            all[at] = own;
+            let layer = LoraLayer {
+                weight: lift(random::<B, 2>(4, [5, 9], &device)).into(),
+                bias: None,
+                a: all[1].clone().into(),
+                b: all[2].clone().into(),
+                scale: 0.75,
+                activation: None,
+            };
+            lora(all[0].clone(), layer, Some(all[3].clone()))
+        });
+    }
+
     let shapes = [[4, 6], [4, 2], [3 * 10, 6], [3 * 6, 5]];
     let inputs = || shapes.iter().zip(20..).map(|(shape, seed)| random::<B, 2>(seed, *shape, &device));
     let chosen = Tensor::<Autodiff<B>, 2, Int>::from_data([[0, 2], [2, 0], [0, 2], [2, 2]], &device);
@@ -84,6 +103,18 @@ backend_test!(gradients_are_slopes::<B>(device) {
                 down_bias: None,
             };
             experts(all[0].clone(), chosen.clone(), all[1].clone(), layer)
+        });
+    }
+
+    let packed = PackedHeads { n_heads: 2, n_kv_heads: 1, head_dim: 6 };
+    let shapes = [[2, 3, 24], [1, 1, 6], [1, 1, 6]];
+    let inputs = || shapes.iter().zip(50..).map(|(shape, seed)| random::<B, 3>(seed, *shape, &device) + 0.5);
+    for (at, name) in ["packed heads", "scale of queries", "scale of keys"].into_iter().enumerate() {
+        assert_slope(name, inputs().nth(at).expect("three inputs"), |own| {
+            let mut all: Vec<_> = inputs().map(Tensor::<Autodiff<B>, 3>::from_inner).collect();
+            all[at] = own;
+            let [query, key] = [1, 2].map(|at| Norm::rms(all[at].clone().flatten::<1>(0, 2), 1e-5));
+            qkv_norm(all[0].clone(), packed, HeadNorms { query, key })
         });
     }
 

@@ -18,8 +18,10 @@ pub(crate) mod head_sample;
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels;
 pub(crate) mod linear;
+pub(crate) mod lora;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
+pub(crate) mod qkv_norm;
 pub(crate) mod reshape;
 pub(crate) mod rotary;
 pub(crate) mod share;

@@ -12,6 +12,7 @@
 //!
 //! Where the render of one turn begins the render of the next, both share it.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use fireclay_datasets::conversations::Conversation;
@@ -88,8 +89,14 @@ impl<'a> Masker<'a> {
     }
 
     /// Whether a token is a control token.
-    pub(in crate::tasks) fn is_control(&self, token: u32) -> bool {
+    fn is_control(&self, token: u32) -> bool {
         self.control.get(token as usize).copied().unwrap_or(false)
+    }
+
+    /// The control tokens in some examples.
+    pub(in crate::tasks) fn controls_of<'b>(&self, examples: impl IntoIterator<Item = &'b Example>) -> HashSet<u32> {
+        let tokens = examples.into_iter().flat_map(|example| example.tokens.iter().copied());
+        tokens.filter(|token| self.is_control(*token)).collect()
     }
 
     /// The examples of a conversation: one, or one a supervised turn where the template renders

@@ -4,19 +4,19 @@ mod folder;
 mod mask;
 mod packing;
 
-use std::collections::HashSet;
 use std::path::Path;
 
 use burn::tensor::Tensor;
 use fireclay_datasets::conversations::{Conversation, Conversations, Layout};
 use fireclay_datasets::{BatchKey, IGNORED_TARGET, TokenBatch, Tokenizer};
-use fireclay_kernels::{Backend, Collective, HeadLossOptions, RandomKey, Rank, all_reduce};
+use fireclay_kernels::{Backend, Collective, HeadLossOptions, Rank, all_reduce};
 use fireclay_model::{Transformer, TransformerConfig};
 use rayon::prelude::*;
 
 pub(super) use self::folder::ChatFolder;
 pub use self::mask::{Example, Masker};
 pub(super) use self::packing::Rows;
+use super::held_out::parted;
 use super::language;
 use super::validation::Validation;
 use crate::device_read::{read_scalars, recorded};
@@ -72,9 +72,6 @@ impl Chat {
     }
 
     fn of(recipe: &Recipe, mut folder: ChatFolder) -> Result<Self, Failure> {
-        if !recipe.data.corpora.is_empty() {
-            return Err(Failure::usage("data.corpora: conversations are read from one file or folder, --data PATH"));
-        }
         let source = &recipe.data.source;
         if source.is_empty() {
             return Err(recipe.lacks_data("conversations"));
@@ -88,14 +85,9 @@ impl Chat {
             masker.examples(conversation).map_err(|failure| failure.about(&about(number)))
         };
         let all: Vec<Vec<Example>> = read.all.par_iter().enumerate().map(examples).collect::<Result<_, _>>()?;
-        let control: HashSet<u32> = (all.iter().flatten())
-            .flat_map(|example| example.tokens.iter().copied())
-            .filter(|token| masker.is_control(*token))
-            .collect();
-        let (mut train, mut valid) = (Vec::new(), Vec::new());
-        let held_out = held_out(all.len(), recipe.data.holdout, recipe.training.seed);
-        for (of_one, held_out) in all.into_iter().zip(held_out) {
-            let before = report.examples;
+        let control = masker.controls_of(all.iter().flatten());
+        let mut fitting = |of_one: Vec<Example>| {
+            let mut kept = Vec::new();
             for mut example in of_one {
                 if example.positions() > seq_length {
                     example.tokens.truncate(seq_length + 1);
@@ -110,10 +102,14 @@ impl Chat {
                 report.examples += 1;
                 report.tokens += example.positions();
                 report.supervised += supervised;
-                if held_out { &mut valid } else { &mut train }.push(example);
+                kept.push(example);
             }
-            report.dropped += usize::from(report.examples == before);
-        }
+            report.dropped += usize::from(kept.is_empty());
+            kept
+        };
+        let all = all.into_iter().map(&mut fitting).collect();
+        let (train, valid): (Vec<Vec<Example>>, _) = parted(all, recipe);
+        let [train, valid] = [train, valid].map(|part| part.into_iter().flatten().collect::<Vec<Example>>());
         if train.is_empty() || valid.is_empty() {
             return Err(Failure::new(format!("{source}: {}", nothing_left(&report, &folder, seq_length))));
         }
@@ -155,7 +151,7 @@ impl Chat {
         collective: &Collective,
     ) -> Result<Validation, Failure> {
         let Rank { rank, ranks } = collective.rank();
-        let rows: Vec<usize> = (0..self.valid.rows.len()).take(tokens.div_ceil(self.valid.seq_length).max(1)).collect();
+        let rows = self.valid.rows.first(tokens, self.valid.seq_length);
         let batches: Vec<(&[usize], TokenBatch)> =
             rows.chunks(batch_size).map(|rows| (rows, self.valid.batch(rows))).collect();
         let total: usize = batches.iter().map(|(_, batch)| batch.target_count()).sum();
@@ -222,8 +218,7 @@ impl Chat {
 impl Packed {
     fn new(examples: Vec<Example>, seq_length: usize, packing: bool) -> Self {
         let lengths: Vec<usize> = examples.iter().map(Example::positions).collect();
-        let rows = if packing { Rows::packed(&lengths, seq_length) } else { Rows::apart(lengths.len()) };
-        Self { examples, rows, seq_length }
+        Self { examples, rows: Rows::new(&lengths, seq_length, packing), seq_length }
     }
 
     /// How many examples of a batch of rows have the tokens `top` at all supervised positions, and
@@ -264,20 +259,6 @@ fn top_tokens<B: Backend>(model: &Transformer<B>, hidden: Tensor<B, 3>) -> Resul
         top.extend(tokens.iter::<i32>());
     }
     Ok(top)
-}
-
-/// Which of `count` conversations are held out: about the share `holdout`, and of two or more at
-/// least one.
-pub(super) fn held_out(count: usize, holdout: f64, seed: u64) -> Vec<bool> {
-    let wanted = ((count as f64 * holdout).round() as usize).clamp(1, count.saturating_sub(1).max(1));
-    let key = RandomKey::new(seed).fold(0x686f_6c64);
-    let mut order: Vec<usize> = (0..count).collect();
-    order.sort_by_key(|number| key.bits(*number as u32, 0));
-    let mut held_out = vec![false; count];
-    for number in order.into_iter().take(wanted) {
-        held_out[number] = true;
-    }
-    held_out
 }
 
 /// Why nothing is left to learn from, or to hold out.

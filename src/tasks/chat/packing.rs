@@ -10,9 +10,14 @@ use super::mask::Example;
 pub(in crate::tasks) struct Rows(Vec<Vec<usize>>);
 
 impl Rows {
+    /// Examples of these lengths in rows of `length`: packed, or one a row.
+    pub(in crate::tasks) fn new(lengths: &[usize], length: usize, packing: bool) -> Self {
+        if packing { Self::packed(lengths, length) } else { Self::apart(lengths.len()) }
+    }
+
     /// Packs examples of these lengths into rows of `length`, as few as best-fit decreasing finds:
     /// the longest first, each into the fullest row that has room.
-    pub(in crate::tasks) fn packed(lengths: &[usize], length: usize) -> Self {
+    fn packed(lengths: &[usize], length: usize) -> Self {
         let mut order: Vec<usize> = (0..lengths.len()).collect();
         order.sort_by_key(|example| (std::cmp::Reverse(lengths[*example]), *example));
         let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -34,12 +39,18 @@ impl Rows {
     }
 
     /// One example a row.
-    pub(in crate::tasks) fn apart(count: usize) -> Self {
+    fn apart(count: usize) -> Self {
         Self((0..count).map(|example| vec![example]).collect())
     }
 
     pub(in crate::tasks) fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// The first rows, of `length` tokens each: as many as have about so many tokens, and at least
+    /// one.
+    pub(in crate::tasks) fn first(&self, tokens: usize, length: usize) -> Vec<usize> {
+        (0..self.len()).take(tokens.div_ceil(length).max(1)).collect()
     }
 
     /// The examples of a row.

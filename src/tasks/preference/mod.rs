@@ -9,7 +9,6 @@
 mod batch;
 mod loss;
 
-use std::collections::HashSet;
 use std::path::Path;
 
 use burn::tensor::Tensor;
@@ -21,7 +20,8 @@ use rayon::prelude::*;
 
 pub use self::batch::PairBatch;
 pub use self::loss::{loss_by, pair_losses};
-use super::chat::{ChatFolder, Example, Masker, Rows, held_out};
+use super::chat::{ChatFolder, Example, Masker, Rows};
+use super::held_out::parted;
 use super::rewards::Rewards;
 use super::validation::Validation;
 use crate::device_read::read_scalars;
@@ -77,10 +77,7 @@ impl Preferences {
             Ok([one(chosen)?, one(rejected)?])
         };
         let all: Vec<[Example; 2]> = read.par_iter().enumerate().map(pair).collect::<Result<_, Failure>>()?;
-        let control: HashSet<u32> = (all.iter().flatten().flat_map(|example| &example.tokens))
-            .copied()
-            .filter(|token| masker.is_control(*token))
-            .collect();
+        let control = masker.controls_of(all.iter().flatten());
         let (seq_length, count) = (recipe.training.seq_length, all.len());
         let fits = |pair: &[Example; 2]| {
             let supervised = pair.iter().all(|example| example.supervised.iter().skip(1).any(|flag| *flag));
@@ -96,16 +93,10 @@ impl Preferences {
         }
         let dropped = count - all.len();
         folder.learn_ends(all.iter().map(|[chosen, _]| chosen), |token| control.contains(&token));
-        let held_out = held_out(all.len(), recipe.data.holdout, recipe.training.seed);
-        let (mut train, mut valid) = (Vec::new(), Vec::new());
-        for (pair, held_out) in all.into_iter().zip(held_out) {
-            if held_out { &mut valid } else { &mut train }.push(pair);
-        }
+        let (train, valid) = parted(all, recipe);
         let pack = |pairs: Vec<[Example; 2]>| {
             let lengths: Vec<usize> = pairs.iter().map(length).collect();
-            let packing = recipe.data.packing;
-            let rows = if packing { Rows::packed(&lengths, seq_length) } else { Rows::apart(lengths.len()) };
-            PackedPairs { pairs, rows, seq_length }
+            PackedPairs { pairs, rows: Rows::new(&lengths, seq_length, recipe.data.packing), seq_length }
         };
         Ok(Self { folder, train: pack(train), valid: pack(valid), read: count, dropped })
     }
@@ -136,7 +127,7 @@ impl Preferences {
         collective: &Collective,
     ) -> Result<Validation, Failure> {
         let Rank { rank, ranks } = collective.rank();
-        let rows: Vec<usize> = (0..self.valid.rows.len()).take(tokens.div_ceil(self.valid.seq_length).max(1)).collect();
+        let rows = self.valid.rows.first(tokens, self.valid.seq_length);
         let batches: Vec<PairBatch> =
             rows.chunks(recipe.training.batch_size).map(|rows| self.valid.batch(rows)).collect();
         let whole: usize = batches.iter().map(PairBatch::pairs).sum();

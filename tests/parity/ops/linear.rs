@@ -152,6 +152,9 @@ backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(devi
             [3000, 328, 776],
             [530, 601, 603],
             [2048, 64, 72],
+            // Narrow results, and narrow gradients of weights.
+            [16_384, 1024, 16],
+            [8200, 1032, 40],
             [104, 24, 40],
             [67, 136, 200],
             [1, 8, 16],

@@ -65,7 +65,8 @@ pub(crate) fn activation_gradient<B: LinearOps>(
     }
 }
 
-fn add_bias<B: LinearOps>(product: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+/// `product + bias`, if there is a bias.
+pub(crate) fn add_bias<B: LinearOps>(product: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
     match bias {
         Some(bias) => {
             let bias = bias.cast(product.dtype()).unsqueeze();

@@ -10,7 +10,8 @@
 //!     else --------------------------> skinny/simt
 //! more rows -------------------------> gemm
 //!     f32 or 16-bit, Ampere or later, large, aligned: CUDA C++ (../cuda), for Hopper or Ampere;
-//!                                  exact f32 only on devices with fast TF32
+//!                                  exact f32 only on devices with fast TF32; on Hopper also if one
+//!                                  side of a 16-bit product is narrow, as those of adapters
 //!     16-bit, device has TMA, large -> cubek's warp-specialized TMA kernel (Gemm::Tma)
 //!     f32, TF32 not requested -------> gemm_simt (Gemm::Simt)
 //!     16-bit, small, aligned --------> gemm_tensor_cores (Gemm::TensorCores)
@@ -69,6 +70,10 @@ const MULTIPLICATIONS_PER_BYTE: f64 = 40.0;
 /// often as larger tiles do, which pays only if a launch costs as much as the product.
 const MOST_SMALL: usize = 1 << 28;
 
+/// Minimum of a side of a 16-bit product for Hopper's GEMM, whose tile is mostly empty then: it
+/// takes as long as reading the other matrix, which other kernels read more slowly.
+const NARROWEST: usize = 8;
+
 /// Edge of the SIMT GEMM's tile, and its minimum number of tiles: with fewer, smaller tiles fill
 /// the device better.
 const SIMT_TILE: usize = gemm_simt::EDGE;
@@ -96,11 +101,12 @@ pub(crate) fn takes_cuda<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n,
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
     let many = m >= TILE && m * n * k > MOST_SMALL;
     let large = n >= TILE && if dtype == DType::F32 { many } else { dtype.size() == 2 && (few || many) };
+    let narrow = m.min(n) >= NARROWEST && m.max(n) >= TILE && m * n * k >= MOST_SMALL && dtype.size() == 2;
     #[cfg(feature = "cuda")]
-    return large && cuda::family(x).is_some();
+    return large && cuda::family(x).is_some() || narrow && cuda::takes(x, Arch::Sm90);
     #[cfg(not(feature = "cuda"))]
     {
-        let _ = (x, large);
+        let _ = (x, large, narrow);
         false
     }
 }

@@ -128,16 +128,18 @@ pub(crate) fn product_add<R: CubeRuntime>(
     small.then(|| small_product(a, b, added.clone(), 1, a.dtype))
 }
 
-/// `activation(a * b + bias)` and, with `saves`, the activation's slopes, in the dtype of `a`.
-/// `None` unless the Hopper GEMM supports the operands.
+/// `activation(a * b + low_rank + bias)`, with the product of two matrices `low_rank`, and, with
+/// `saves`, the activation's slopes, in the dtype of `a`. `None` unless the GEMM for Hopper, or
+/// without `low_rank` that for Ampere, supports the operands.
 pub(crate) fn product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
+    low_rank: Option<&[CubeTensor<R>; 2]>,
     bias: Option<&CubeTensor<R>>,
     activation: Activation,
     saves: bool,
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
-    cuda_product_activate(a, b, bias, activation, saves)
+    cuda_product_activate(a, b, low_rank, bias, activation, saves)
 }
 
 /// `(a * b) * slopes` in their common dtype, for slopes `[m, n]`, or `[m, 2 n]`: then both halves
@@ -155,6 +157,7 @@ pub(crate) fn product_by_slopes<R: CubeRuntime>(
 fn cuda_product_activate<R: CubeRuntime>(
     _: &CubeTensor<R>,
     _: &CubeTensor<R>,
+    _: Option<&[CubeTensor<R>; 2]>,
     _: Option<&CubeTensor<R>>,
     _: Activation,
     _: bool,

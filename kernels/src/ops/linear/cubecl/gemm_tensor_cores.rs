@@ -59,12 +59,14 @@ pub(crate) struct Added<R: CubeRuntime> {
     pub(crate) dropout: Option<Dropout>,
     /// `[m, n]`.
     pub(crate) residual: Option<CubeTensor<R>>,
+    /// A second product, of `[m, rank]` and `[rank, n]`; only in the Hopper GEMM.
+    pub(crate) low_rank: Option<[CubeTensor<R>; 2]>,
 }
 
 impl<R: CubeRuntime> Added<R> {
     /// No epilogue.
-    pub(super) fn none() -> Self {
-        Self { bias: None, dropout: None, residual: None }
+    pub(crate) fn none() -> Self {
+        Self { bias: None, dropout: None, residual: None, low_rank: None }
     }
 }
 
@@ -97,7 +99,8 @@ pub(crate) fn can_add<R: CubeRuntime>(added: &Added<R>) -> bool {
         let copied = strides[1] != 1 && shape[1] != 1;
         copied || (shape[0] == 1 || strides[0].is_multiple_of(2)) && begins(residual)
     });
-    added.dropout.is_none() && residual && added.bias.as_ref().is_none_or(|bias| !bias.is_contiguous() || begins(bias))
+    let alone = added.dropout.is_none() && added.low_rank.is_none();
+    alone && residual && added.bias.as_ref().is_none_or(|bias| !bias.is_contiguous() || begins(bias))
 }
 
 /// `a * b` plus `added`, for small matrices `[m, k]` and `[k, n]` that the kernel [`supports`],

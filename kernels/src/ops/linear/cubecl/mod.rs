@@ -73,7 +73,7 @@ where
         let weight = primitive(float_weight(weight, &x));
         let (x, bias) = (primitive(x), bias.map(primitive));
         if let Some(activation) = activation {
-            let fused = product_activate(&x, &transposed(weight.clone()), bias.as_ref(), activation, keeps);
+            let fused = product_activate(&x, &transposed(weight.clone()), None, bias.as_ref(), activation, keeps);
             if let Some((output, slopes)) = fused {
                 return LinearOutput { output: float(output), saved: slopes.map(float).map(Saved::Slopes) };
             }
@@ -241,7 +241,7 @@ fn project_add<R: CubeRuntime>(
     residual: Option<CubeTensor<R>>,
 ) -> CubeTensor<R> {
     if bias.is_some() || dropout.is_some() || residual.is_some() {
-        let added = Added { bias: bias.clone(), dropout, residual: residual.clone() };
+        let added = Added { bias: bias.clone(), dropout, residual: residual.clone(), low_rank: None };
         if let Some(out) = product_add(&x, &transposed(weight.clone()), &added) {
             return out;
         }

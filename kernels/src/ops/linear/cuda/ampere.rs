@@ -287,7 +287,8 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmAmpere) -> bool {
     cuda::works(x, &kernel, "products take the portable kernels", || {
         let GemmAmpere { traits, tile, .. } = kernel;
         let depth = DEPTH_BYTES / x.dtype.size() * if traits.numbers == Numbers::SplitF32 { 2 } else { 1 };
-        let ([a, b], out, epilogue) = traits.operands(x, [tile.rows, tile.columns, depth], 1);
+        let (operands, out, epilogue) = traits.operands(x, [tile.rows, tile.columns, depth], 1);
+        let [a, b] = operands.first;
         AmperePlan { kernel, whole_tiles: 1 }.launch(&a, &b, None, epilogue, &out);
     })
 }

@@ -11,7 +11,7 @@ use cubecl::device::{Device, DeviceId};
 use cubecl::server::Handle;
 
 use super::tiles::{Tiles, WIDEST, tiles};
-use super::{DEPTH, Epilogue, Numbers, Traits};
+use super::{DEPTH, Epilogue, Numbers, Operands, Traits};
 use crate::cubecl::contiguous;
 use crate::cuda::{self, Arguments, CudaKernel, GEMM, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::multiprocessors::multiprocessors;
@@ -81,7 +81,10 @@ impl CudaKernel for GemmHopper {
 /// The kernels of training in bf16, and of f32.
 pub(super) fn kernels() -> impl Iterator<Item = impl CudaKernel> {
     let bf16 = |columns| {
-        let all = Traits::of_training().into_iter().map(move |traits| GemmHopper { traits, columns });
+        let all = Traits::of_training()
+            .into_iter()
+            .chain(Traits::of_adapters())
+            .map(move |traits| GemmHopper { traits, columns });
         all.filter(|kernel| fits(kernel.columns, kernel.traits.gated, kernel.traits.dropout))
     };
     let of_f32 = |columns| {
@@ -104,9 +107,14 @@ fn fits_f32(columns: usize, numbers: Numbers) -> bool {
     numbers != Numbers::SplitF32 || columns < WIDEST
 }
 
-/// The kernel for a product of `b` with `n` columns, and how it is cut; none where no tile is for
-/// it.
-pub(super) fn plan<R: CubeRuntime>(x: &CubeTensor<R>, traits: Traits, [m, n, k]: [usize; 3]) -> Option<HopperPlan> {
+/// The kernel for a product of `b` with `n` columns, with an inner dimension of `rank` for a second
+/// one, and how it is cut; none where no tile is for it.
+pub(super) fn plan<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    traits: Traits,
+    [m, n, k]: [usize; 3],
+    rank: usize,
+) -> Option<HopperPlan> {
     let Traits { numbers, gated, slopes, dropout, row_sums, .. } = traits;
     // Of what has two halves all tiles are whole.
     let halves = gated || slopes == 2;
@@ -117,7 +125,7 @@ pub(super) fn plan<R: CubeRuntime>(x: &CubeTensor<R>, traits: Traits, [m, n, k]:
         whole && fits(columns, gated, dropout) && fits_f32(columns, numbers) && (!dropout || one_half(columns))
     };
     // Costs are for stages of 16 bits.
-    let depth = DEPTH * numbers.stages_of(k, ROW_BYTES);
+    let depth = DEPTH * [k, rank].map(|k| numbers.stages_of(k, ROW_BYTES)).iter().sum::<usize>();
     let clusters = (multiprocessors(x) / BLOCKS) as usize;
     let Tiles { columns, whole_rounds } = tiles([m, n, depth], clusters, row_sums, allowed)?;
     let kernel = GemmHopper { traits, columns };
@@ -133,14 +141,13 @@ pub(super) struct HopperPlan {
 impl HopperPlan {
     pub(super) fn launch<R: CubeRuntime>(
         self,
-        a: &CubeTensor<R>,
-        b: &CubeTensor<R>,
+        operands: &Operands<R>,
         bias: Option<CubeTensor<R>>,
         epilogue: Epilogue<R>,
         out: &CubeTensor<R>,
     ) {
         let Self { kernel, whole_rounds } = self;
-        let traits = kernel.traits;
+        let (traits, [a, _]) = (kernel.traits, &operands.first);
         let [m, mut k, mut n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
         if traits.activation == 0 {
             n /= traits.slopes.max(1);
@@ -151,7 +158,9 @@ impl HopperPlan {
         let clusters = multiprocessors(a) / BLOCKS;
         let (a_axis, a_box) = if traits.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
         let (b_axis, b_box) = if traits.b_major_n { (1, DEPTH / 2) } else { (0, kernel.columns / 2) };
-        let arguments = Arguments::default().map(a, a_axis, a_box).map(b, b_axis, b_box);
+        let pairs = [Some(&operands.first), operands.second.as_ref()].into_iter().flatten();
+        let arguments =
+            pairs.fold(Arguments::default(), |arguments, [a, b]| arguments.map(a, a_axis, a_box).map(b, b_axis, b_box));
         let bias = bias.map(contiguous);
         let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
         let dropout = epilogue.dropout();
@@ -171,10 +180,12 @@ impl HopperPlan {
         let arguments = arguments.pointer(&partial).pointer(&ready);
         let words = [m, n, k, whole_rounds, bias_kind, adds.into()];
         let arguments = words.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
+        let arguments = arguments.word(operands.rank());
         // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results
         // are read and written in pairs below m and n, where n is even and `out` has no gaps and
         // begins at a pair, the sums of rows over each stage below m, of which there are as many,
-        // and the bias is read below the columns of `b`, of which `plan` found it to have as many;
+        // and the bias is read below the columns of `b`, of which `plan` found it to have as many; a
+        // second product has the kernel's traits, and is of matrices that `plan` found to fit;
         // each consumer of each block has a place of its own for what it leaves of a tile.
         unsafe { cuda::launch(a, kernel, clusters * BLOCKS, arguments) };
     }
@@ -201,7 +212,7 @@ fn cut_buffers<R: CubeRuntime>(like: &CubeTensor<R>, clusters: usize) -> [CubeTe
 fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
     cuda::works(x, &kernel, "products take the portable kernels", || {
         let sizes = [BLOCKS as usize * CONSUMERS * ROWS, kernel.columns, DEPTH];
-        let ([a, b], out, epilogue) = kernel.traits.operands(x, sizes, 1);
-        HopperPlan { kernel, whole_rounds: 1 }.launch(&a, &b, None, epilogue, &out);
+        let (operands, out, epilogue) = kernel.traits.operands(x, sizes, 1);
+        HopperPlan { kernel, whole_rounds: 1 }.launch(&operands, None, epilogue, &out);
     })
 }

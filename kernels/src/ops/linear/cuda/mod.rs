@@ -89,6 +89,8 @@ struct Traits {
     dropout: bool,
     /// Matrices of slopes: that a nonlinearity leaves, or by which the result is multiplied.
     slopes: usize,
+    /// Whether a second product is added to the first.
+    extended: bool,
 }
 
 impl Traits {
@@ -104,6 +106,7 @@ impl Traits {
             gated: false,
             dropout: false,
             slopes: 0,
+            extended: false,
         }
     }
 
@@ -128,9 +131,16 @@ impl Traits {
         ]
     }
 
+    /// Those of training with low-rank adapters in bf16, other than [those](Self::of_training) of training.
+    fn of_adapters() -> [Self; 3] {
+        let [plain, _, _, _, _, swiglu, backward, ..] = Self::of_training();
+        [plain, swiglu, backward].map(|traits| Self { extended: true, ..traits })
+    }
+
     /// The macros that both sources have.
     fn defines(&self) -> String {
-        let Self { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes } = *self;
+        let Self { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes, extended } =
+            *self;
         let defined = cuda::defines([
             ("TF32", matches!(numbers, Numbers::Tf32 | Numbers::SplitF32).into()),
             ("SPLIT", (numbers == Numbers::SplitF32).into()),
@@ -142,6 +152,7 @@ impl Traits {
             ("GATED", gated.into()),
             ("DROPOUT", dropout.into()),
             ("SLOPES", slopes),
+            ("EXTENDED", extended.into()),
         ]);
         format!("#define HALF \"{}\"\n{defined}", numbers.half_name())
     }
@@ -154,7 +165,7 @@ impl Traits {
         x: &CubeTensor<R>,
         [rows, columns, depth]: [usize; 3],
         stages: usize,
-    ) -> ([CubeTensor<R>; 2], CubeTensor<R>, Epilogue<R>) {
+    ) -> (Operands<R>, CubeTensor<R>, Epilogue<R>) {
         let matrix = |[rows, columns]: [usize; 2], transposed: bool| {
             let mut x = empty(x, if transposed { [columns, rows] } else { [rows, columns] }, x.dtype);
             if transposed {
@@ -162,7 +173,7 @@ impl Traits {
             }
             x
         };
-        let operands = [matrix([rows, depth], self.a_major_m), matrix([depth, columns], !self.b_major_n)];
+        let operands = || [matrix([rows, depth], self.a_major_m), matrix([depth, columns], !self.b_major_n)];
         let dtype = if self.out_f32 { DType::F32 } else { x.dtype };
         let out_columns = columns / (1 + usize::from(self.gated));
         let slopes = (self.slopes > 0).then(|| empty(x, [rows, self.slopes * out_columns], dtype));
@@ -174,6 +185,7 @@ impl Traits {
             Some(slopes) => (Epilogue::Slopes(slopes), self.slopes),
             None => (Epilogue::Residual(None, None), 1),
         };
+        let operands = Operands { first: operands(), second: self.extended.then(operands) };
         (operands, empty(x, [rows, halves * out_columns], dtype), epilogue)
     }
 }
@@ -187,6 +199,32 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
 /// selection unless `all` are asked for.
 pub(crate) fn ampere_sources(most_bytes: usize, all: bool) -> impl Iterator<Item = (String, String)> {
     ampere::kernels(most_bytes, all).map(cuda::named)
+}
+
+/// What is multiplied: `a` `[m, k]` and `b` `[k, n]`, and optionally a second pair, `[m, rank]` and
+/// `[rank, n]`, whose product is added.
+#[derive(Clone)]
+struct Operands<R: CubeRuntime> {
+    first: [CubeTensor<R>; 2],
+    second: Option<[CubeTensor<R>; 2]>,
+}
+
+impl<R: CubeRuntime> Operands<R> {
+    /// Of one product, or with that of an adapter.
+    fn of(a: &CubeTensor<R>, b: &CubeTensor<R>, second: Option<&[CubeTensor<R>; 2]>) -> Self {
+        Self { first: [a.clone(), b.clone()], second: second.cloned() }
+    }
+
+    /// `[m, n, k]`.
+    fn sizes(&self) -> [usize; 3] {
+        let [a, b] = &self.first;
+        [a.meta.shape()[0], b.meta.shape()[1], a.meta.shape()[1]]
+    }
+
+    /// The inner dimension of the second product, 0 for none.
+    fn rank(&self) -> usize {
+        self.second.as_ref().map_or(0, |[a, _]| a.meta.shape()[1])
+    }
 }
 
 /// What follows a product in the same launch.
@@ -251,7 +289,8 @@ pub(super) fn cuda_product<R: CubeRuntime>(
     dtype: DType,
 ) -> Option<CubeTensor<R>> {
     let reads = |residual: &CubeTensor<R>| residual.dtype == dtype && tma_axis(residual, 1) == Some(1);
-    let nothing = added.bias.is_none() && added.dropout.is_none() && added.residual.is_none();
+    let nothing =
+        added.bias.is_none() && added.dropout.is_none() && added.residual.is_none() && added.low_rank.is_none();
     if !added.residual.as_ref().is_none_or(reads) || !(dtype == a.dtype || dtype == DType::F32 && nothing) {
         return None;
     }
@@ -262,9 +301,10 @@ pub(super) fn cuda_product<R: CubeRuntime>(
         DType::F32 => Epilogue::Sums(false, None),
         _ => Epilogue::Residual(added.dropout, added.residual.clone()),
     };
-    let plan = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
+    let operands = Operands::of(a, b, added.low_rank.as_ref());
+    let plan = plan(&operands, added.bias.as_ref(), dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
-    plan.launch(a, b, added.bias.clone(), epilogue, &out);
+    plan.launch(&operands, added.bias.clone(), epilogue, &out);
     Some(out)
 }
 
@@ -278,9 +318,10 @@ pub(super) fn cuda_product_into<R: CubeRuntime>(sum: &mut CubeTensor<R>, a: &Cub
         return f32_product(a, b, Some(sum)).is_some();
     }
     let epilogue = Epilogue::Sums(true, None);
-    match plan(a, b, None, DType::F32, &epilogue) {
+    let operands = Operands::of(a, b, None);
+    match plan(&operands, None, DType::F32, &epilogue) {
         Some(plan) => {
-            plan.launch(a, b, None, epilogue, sum);
+            plan.launch(&operands, None, epilogue, sum);
             true
         }
         None => false,
@@ -308,9 +349,10 @@ pub(super) fn cuda_product_and_row_sums<R: CubeRuntime>(
     let depth = if cuda::takes(a, Arch::Sm90) { DEPTH } else { ampere::DEPTH };
     let row_sums = empty(a, [k.div_ceil(depth), m], DType::F32);
     let epilogue = Epilogue::Sums(adds, Some(row_sums.clone()));
-    let plan = plan(a, b, None, DType::F32, &epilogue)?;
+    let operands = Operands::of(a, b, None);
+    let plan = plan(&operands, None, DType::F32, &epilogue)?;
     let out = sum.unwrap_or_else(|| empty(a, shape, DType::F32));
-    plan.launch(a, b, None, epilogue, &out);
+    plan.launch(&operands, None, epilogue, &out);
     Some([out, sum_over_rows(row_sums)])
 }
 
@@ -341,7 +383,7 @@ fn f32_product<R: CubeRuntime>(
     }
     let traits = Traits { out_f32: true, ..Traits::plain(numbers) };
     let plan = match cuda::takes(a, Arch::Sm90) {
-        true => Plan::Hopper(hopper::plan(a, traits, [m, n, k])?),
+        true => Plan::Hopper(hopper::plan(a, traits, [m, n, k], 0)?),
         // Elsewhere f32 units are faster than three products.
         false if numbers == Numbers::SplitF32 && !cuda::has_fast_tf32(a) => return None,
         false => Plan::Ampere(ampere::plan(a, traits, [m, n, k.next_multiple_of(F32_DEPTH)])?),
@@ -352,7 +394,7 @@ fn f32_product<R: CubeRuntime>(
     });
     let epilogue = Epilogue::Sums(sum.is_some(), None);
     let out = sum.cloned().unwrap_or_else(|| empty(&a, [m, n], DType::F32));
-    plan.launch(&a, &transposed(b), None, epilogue, &out);
+    plan.launch(&Operands::of(&a, &transposed(b), None), None, epilogue, &out);
     Some(out)
 }
 
@@ -364,11 +406,12 @@ fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     x
 }
 
-/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved;
-/// otherwise as [`cuda_product`].
+/// `activation(a * b + low_rank + bias)` in the dtype of `a`, and its slopes where they are to be
+/// saved; otherwise as [`cuda_product`].
 pub(super) fn cuda_product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
+    low_rank: Option<&[CubeTensor<R>; 2]>,
     bias: Option<&CubeTensor<R>>,
     activation: Activation,
     saves: bool,
@@ -380,9 +423,10 @@ pub(super) fn cuda_product_activate<R: CubeRuntime>(
     }
     let slopes = saves.then(|| empty(a, [m, n], a.dtype));
     let epilogue = Epilogue::Activation(kind, gated, slopes.clone());
-    let plan = plan(a, b, bias, a.dtype, &epilogue)?;
+    let operands = Operands::of(a, b, low_rank);
+    let plan = plan(&operands, bias, a.dtype, &epilogue)?;
     let out = empty(a, [m, activation.output_width(n)], a.dtype);
-    plan.launch(a, b, bias.cloned(), epilogue, &out);
+    plan.launch(&operands, bias.cloned(), epilogue, &out);
     Some((out, slopes))
 }
 
@@ -397,9 +441,10 @@ pub(super) fn cuda_product_by_slopes<R: CubeRuntime>(
         return None;
     }
     let epilogue = Epilogue::Slopes(slopes.clone());
-    let plan = plan(a, b, None, a.dtype, &epilogue)?;
+    let operands = Operands::of(a, b, None);
+    let plan = plan(&operands, None, a.dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], slopes.meta.shape()[1]], a.dtype);
-    plan.launch(a, b, None, epilogue, &out);
+    plan.launch(&operands, None, epilogue, &out);
     Some(out)
 }
 
@@ -423,28 +468,29 @@ enum Plan {
 impl Plan {
     fn launch<R: CubeRuntime>(
         self,
-        a: &CubeTensor<R>,
-        b: &CubeTensor<R>,
+        operands: &Operands<R>,
         bias: Option<CubeTensor<R>>,
         epilogue: Epilogue<R>,
         out: &CubeTensor<R>,
     ) {
         match self {
-            Self::Hopper(plan) => plan.launch(a, b, bias, epilogue, out),
-            Self::Ampere(plan) => plan.launch(a, b, bias, epilogue, out),
+            Self::Hopper(plan) => plan.launch(operands, bias, epilogue, out),
+            Self::Ampere(plan) => {
+                let [a, b] = &operands.first;
+                plan.launch(a, b, bias, epilogue, out)
+            }
         }
     }
 }
 
 /// The kernel for a product, if there is one that works.
 fn plan<R: CubeRuntime>(
-    a: &CubeTensor<R>,
-    b: &CubeTensor<R>,
+    operands: &Operands<R>,
     bias: Option<&CubeTensor<R>>,
     dtype: DType,
     epilogue: &Epilogue<R>,
 ) -> Option<Plan> {
-    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    let (Operands { first: [a, b], second }, [m, n, k]) = (operands, operands.sizes());
     if a.dtype != b.dtype || !route::takes_cuda(a, a.dtype, [m, n, k]) {
         return None;
     }
@@ -464,8 +510,17 @@ fn plan<R: CubeRuntime>(
         return None;
     }
     let numbers = Numbers::half(a.dtype)?;
-    let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let traits = Traits { numbers, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes };
+    let (a_major_m, b_major_n, extended) = (a_axis == 0, b_axis == 1, second.is_some());
+    let own = Traits { numbers, a_major_m, b_major_n, out_f32, ..Traits::plain(numbers) };
+    let traits = Traits { row_sums, activation, gated, dropout, slopes, extended, ..own };
+    if let Some([a2, b2]) = second {
+        let (rank, alike) = (a2.meta.shape()[1], [a2.dtype, b2.dtype] == [a.dtype; 2]);
+        let fits = [a2.meta.shape()[0], b2.meta.shape()[0], b2.meta.shape()[1]] == [m, rank, n];
+        let axes = [tma_axis(a2, a_axis), tma_axis(b2, b_axis)] == [Some(a_axis), Some(b_axis)];
+        if out_f32 || !alike || !fits || !axes || !cuda::takes(a, Arch::Sm90) {
+            return None;
+        }
+    }
     if !cuda::takes(a, Arch::Sm90) {
         // Chunks of 16 bytes are in the matrix or not.
         let whole = |x: &CubeTensor<R>, axis: usize| (x.meta.shape()[axis] * x.dtype.size()).is_multiple_of(16);
@@ -473,7 +528,7 @@ fn plan<R: CubeRuntime>(
         let plan = || ampere::plan(a, traits, [m, n, k]).map(Plan::Ampere);
         return if whole(a, a_axis) && whole(b, b_axis) { plan() } else { None };
     }
-    hopper::plan(a, traits, [m, n, k]).map(Plan::Hopper)
+    hopper::plan(a, traits, [m, n, k], operands.rank()).map(Plan::Hopper)
 }
 
 /// The axis along which TMA reads a matrix: `first` where both would do. None where neither is

@@ -1,5 +1,6 @@
 // out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there,
-// or (a * b) * slopes, for 16-bit matrices on Hopper; or out = a * b for f32.
+// or (a * b) * slopes, for 16-bit matrices on Hopper; or out = a * b for f32. If EXTENDED, a * b
+// has a second product added: that of a low-rank adapter, a * b + a2 * b2.
 //
 //                          b  K x N
 //                        +----------+
@@ -33,10 +34,16 @@
 // Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED stages
 // the sums are added to others by f32 units.
 //
+// The second product of an extended one is more of K: stages of `a2` and `b2`, which have the layout
+// of `a` and `b`, follow those of `a` and `b`. What is missing of their last stage TMA fills with
+// zeros.
+//
+//   a  | K | rank |   *   b  | K | rank |
+//
 // Compiled with: TF32 (1: for f32), SPLIT, HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M,
 // B_MAJOR_N (1 if the matrix is contiguous along M or N), OUT_F32 (1: f32 sums, which may be added
 // to `out`), ROW_SUMS (1: also the sums of each row of `a`, which is contiguous along M: f32
-// results), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation is
+// results), EXTENDED (1: of 16 bits, with a second product), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation is
 // gated; `b` has all gates first, and is contiguous along K), DROPOUT (1: without an activation, 16
 // bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the
 // product is multiplied by each of them. 1, or 2 side by side for a gated activation; then there
@@ -71,6 +78,8 @@ struct Info {
     // to multiply by.
     u64 adds;
     DropoutInfo dropout;
+    // The inner dimension of the second product.
+    u64 rank;
 };
 
 struct Buffers {
@@ -92,7 +101,8 @@ struct Work {
 };
 
 struct Schedule {
-    int rows, columns, stages, clusters, cluster;
+    // `first_stages`: those of `a` and `b`.
+    int rows, columns, first_stages, stages, clusters, cluster;
     int tiles, round, whole_rounds;
     // Of the tiles that are cut: the first one, and what is left of this cluster's stages.
     int first_cut, begin, end;
@@ -100,7 +110,8 @@ struct Schedule {
     __device__ Schedule(const Info& info) {
         rows = (static_cast<int>(info.m) + BLOCKS * BLOCK_ROWS - 1) / (BLOCKS * BLOCK_ROWS);
         columns = (static_cast<int>(info.n) + OUT_COLUMNS - 1) / OUT_COLUMNS;
-        stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH * (SPLIT ? 3 : 1);
+        first_stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH * (SPLIT ? 3 : 1);
+        stages = first_stages + (EXTENDED ? (static_cast<int>(info.rank) + DEPTH - 1) / DEPTH : 0);
         clusters = gridDim.x / BLOCKS;
         cluster = blockIdx.x / BLOCKS;
         tiles = rows * columns;
@@ -159,8 +170,13 @@ struct Shared {
     __device__ u32 bias(int consumer) const { return full(2 * STAGES + CONSUMERS) + consumer * COLUMNS * 4; }
 };
 
-// One thread: brings the stages.
-__device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const Info& info, const Shared& shared) {
+// The matrices of a product.
+struct Operands {
+    const TensorMap *a, *b;
+};
+
+// One thread: brings the stages, of the second product after those of the first.
+__device__ void produce(const Operands& first, const Operands& second, const Info& info, const Shared& shared) {
     u32 rank = cluster_rank();
     Schedule schedule(info);
     Ring<STAGES> at;
@@ -169,6 +185,11 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
         for (int step = work.begin; step < work.end; step++) {
             int k = step * DEPTH;
             int a_k = k, b_k = k;
+            bool extends = EXTENDED && step >= schedule.first_stages;
+            const TensorMap &a_map = extends ? *second.a : *first.a, &b_map = extends ? *second.b : *first.b;
+            if (extends) {
+                a_k = b_k = k - schedule.first_stages * DEPTH;
+            }
             if (SPLIT) {
                 int third = schedule.stages / 3, part = step / third;
                 k = (step - part * third) * DEPTH;
@@ -669,7 +690,7 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
     }
 }
 
-__device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_map, const TensorMap* out_map,
+__device__ __forceinline__ void gemm(const Operands& first, const Operands& second, const TensorMap* out_map,
                                      const TensorMap* residual_map, const Buffers& buffers, const Info& info) {
     Shared shared{shared_base()};
     if (threadIdx.x == 0) {
@@ -688,7 +709,7 @@ __device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_
         registers_lower<ROW_SUMS ? 72 : 40>();
         [[maybe_unused]] int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
-            produce(a_map, b_map, info, shared);
+            produce(first, second, info, shared);
         }
 #if ROW_SUMS
         if (warp > 0 && warp <= SUMMING_WARPS) {
@@ -708,7 +729,17 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void*,
                 const void*, float* out, float* row_sums, float* partial, u32* ready,
                 const __grid_constant__ Info info) {
-    gemm(a_map, b_map, nullptr, nullptr, Buffers{out, nullptr, row_sums, partial, ready}, info);
+    gemm({&a_map, &b_map}, {}, nullptr, nullptr, Buffers{out, nullptr, row_sums, partial, ready}, info);
+}
+#elif EXTENDED
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                const __grid_constant__ TensorMap a2_map, const __grid_constant__ TensorMap b2_map,
+                const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, const void*,
+                const void*, const void*, const void*, void*, const void*, const void* bias, float* partial, u32* ready,
+                const __grid_constant__ Info info) {
+    Buffers buffers{nullptr, bias, nullptr, partial, ready};
+    gemm({&a_map, &b_map}, {&a2_map, &b2_map}, &out_map, &residual_map, buffers, info);
 }
 #else
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
@@ -716,6 +747,6 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, const void*,
                 const void*, void*, const void*, const void* bias, float* partial, u32* ready,
                 const __grid_constant__ Info info) {
-    gemm(a_map, b_map, &out_map, &residual_map, Buffers{nullptr, bias, nullptr, partial, ready}, info);
+    gemm({&a_map, &b_map}, {}, &out_map, &residual_map, Buffers{nullptr, bias, nullptr, partial, ready}, info);
 }
 #endif
