@@ -133,7 +133,6 @@ fn forward<R: CubeRuntime>(
 }
 
 /// The gradient of the heads and, if they are trained, those of both scales, f32.
-#[expect(clippy::type_complexity, reason = "a gradient, and those of two scales")]
 fn backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     qkv: CubeTensor<R>,
