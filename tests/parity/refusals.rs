@@ -353,6 +353,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
             output: weight(32, heads.n_heads * heads.head_dim),
             output_bias: None,
             feed_forward_norm: make.rms(32),
+            router: None,
             up: weight(64, 32),
             up_bias: None,
             down: weight(32, 32),

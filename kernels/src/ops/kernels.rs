@@ -1,6 +1,6 @@
 //! The CUDA C++ kernels of all operations, by device family.
 
-use super::{attention, decode_step, head_loss, head_sample, linear, norm};
+use super::{attention, decode_step, experts, head_loss, head_sample, linear, norm};
 use crate::cuda::arch::Target;
 use crate::cuda::{self, Arch};
 
@@ -29,6 +29,7 @@ pub fn cuda_sources() -> Vec<CudaSource> {
         norm::hopper_sources().collect(),
         head_loss::hopper_sources().collect(),
         decode_step::hopper_sources().collect(),
+        experts::hopper_sources().collect(),
         head_sample::hopper_sources().collect(),
     ];
     let named = |target: &Target, (name, source)| CudaSource { name, target: target.name, source };
@@ -46,13 +47,14 @@ pub fn cuda_sources() -> Vec<CudaSource> {
 }
 
 /// The operations that have CUDA C++ kernels, with the families that these are for.
-const FAMILIES: [(&str, &[Arch]); 6] = [
+const FAMILIES: [(&str, &[Arch]); 7] = [
     ("linear", &[Arch::Sm80, Arch::Sm90]),
     ("attention", &[Arch::Sm80, Arch::Sm90]),
     ("norm", &[Arch::Sm80, Arch::Sm90]),
     ("head_loss", &[Arch::Sm90]),
     ("head_sample", &[Arch::Sm90]),
     ("decode_step", &[Arch::Sm90]),
+    ("experts", &[Arch::Sm90]),
 ];
 
 /// Which operations have kernels of a family, and which run the portable ones.

@@ -17,7 +17,12 @@ mod autodiff;
 mod cpu;
 #[cfg(feature = "cubecl")]
 mod cubecl;
+#[cfg(feature = "cuda")]
+mod few_rows;
 pub(crate) mod reference;
+
+#[cfg(feature = "cuda")]
+pub(crate) use self::few_rows::hopper_sources;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
