@@ -59,29 +59,29 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
     while (w.has()) {
         float sum[TILE][BATCH] = {};
         const int row = w.row(), share = w.share();
-        const Half* inputs[BATCH];
+        int inputs[BATCH];
         int count = BATCH;
         #pragma unroll
-        for (int r = 0; r < BATCH; r++) inputs[r] = input + r * part.k;
+        for (int r = 0; r < BATCH; r++) inputs[r] = r * part.k;
         if (part.mixed()) {
             const int place = part.place(row);
             count = routing().members[place];
             #pragma unroll
             for (int r = 0; r < BATCH; r++) {
                 const int slot = routing().slots[place * BATCH + min(r, count - 1)];
-                inputs[r] = input + (part.kind == Part::EXPERTS_UP ? slot / CHOICES : slot) * part.k;
+                inputs[r] = (part.kind == Part::EXPERTS_UP ? slot / CHOICES : slot) * part.k;
             }
         }
         bool more = true;
         #pragma unroll 1
         while (more) {
-            const int at = w.at, end = w.end;
-            more = at + STEPS < end;
+            const int from = w.at, end = w.end;
+            more = from + STEPS < end;
             w.ahead();
             #pragma unroll
             for (int a = 0; a < STEPS; a++) {
-                const int load = (at + a) * 32 + step.lane;
-                if (at + a < end && load < w.loads()) {
+                const int load = (from + a) * 32 + step.lane;
+                if (from + a < end && load < w.loads()) {
                     #pragma unroll
                     for (int p = 0; p < PARTS; p++) {
                         float f[TILE][HALVES];
@@ -91,8 +91,8 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
                         for (int r = 0; r < BATCH; r++) {
                             if (MIXTURE && r > 0 && r >= count) break;
                             float x[HALVES];
-                            spread(
-                                x, *reinterpret_cast<const uint4*>(inputs[r] + load * WEIGHTS + p * HALVES));
+                            const int at = inputs[r] + load * WEIGHTS + p * HALVES;
+                            spread(x, *reinterpret_cast<const uint4*>(input + at));
                             #pragma unroll
                             for (int i = 0; i < TILE; i++) {
                                 #pragma unroll
