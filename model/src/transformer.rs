@@ -162,6 +162,9 @@ impl<B: Backend> From<Tensor<B, 2, Int>> for Tokens<B> {
     }
 }
 
+/// Values of a matrix that are sampled by [`TransformerConfig::init_in`].
+const MOST_SAMPLED: usize = 1 << 22;
+
 impl TransformerConfig {
     /// A transformer of this shape with parameters sampled from `seed`, the same on every backend.
     ///
@@ -171,7 +174,9 @@ impl TransformerConfig {
         self.init_with(&mut Initializer::<B>::new(seed, device))
     }
 
-    /// [`init`](Self::init) with parameters of another dtype: for large models that are not trained.
+    /// A transformer with matrices of a dtype, for measurements: of large matrices, the first four
+    /// million values are sampled, and rows repeat after these, since the host would take minutes
+    /// for billions.
     ///
     /// # Errors
     /// If the config contradicts itself.
@@ -181,7 +186,7 @@ impl TransformerConfig {
         dtype: FloatDType,
         device: &B::Device,
     ) -> Result<Transformer<B>, ConfigError> {
-        self.init_with(&mut Initializer::<B>::new(seed, device).with_matrices(dtype))
+        self.init_with(&mut Initializer::<B>::new(seed, device).with_matrices(dtype, MOST_SAMPLED))
     }
 
     /// A transformer of this shape, initialized by `init`.
