@@ -29,10 +29,10 @@
 // INT8 (1: weights are bytes with a scale for each row), CACHE_INT8 (1: keys and values are bytes
 // with a scale for each head of a token), BLOCKS, and how many elements lie between two rows of a
 // matrix: QKV_PITCH, OUT_PITCH, UP_PITCH, DOWN_PITCH, EXPERTS_UP_PITCH, EXPERTS_DOWN_PITCH,
-// EMBEDDING_PITCH, HEAD_PITCH, POSITION_PITCH, ANGLE_PITCH. N_EXPERTS is 0 without experts; with them, D_FF is that of layers without, or 0,
-// and there are CHOICES (experts of a token), EXPERT_FF (their inner width), SIGMOID (the router's
-// scores; 0: softmax), NORMALIZED and EXPERT_SCALE. WORDS and SHARED are what it takes to be needed of words, and of bytes of shared
-// memory.
+// EMBEDDING_PITCH, HEAD_PITCH, POSITION_PITCH, ANGLE_PITCH. N_EXPERTS is 0 without experts. With
+// them, D_FF is that of layers without, or 0, and there are CHOICES (experts of a token), EXPERT_FF
+// (their inner width), SIGMOID (the router's scores; 0: softmax), NORMALIZED and EXPERT_SCALE. WORDS
+// and SHARED are what it takes to be needed of words, and of bytes of shared memory.
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM;
 constexpr int HEADS_WIDTH = N_HEADS * HEAD_DIM;
@@ -129,9 +129,9 @@ __device__ constexpr int busiest(int tiles, int steps, int s) {
 }
 // Two to this are the warps that share a tile.
 __device__ constexpr int split_bits(int tiles, int steps, int bits = 0, int of = 1) {
-    return 1 << of > least(WARPS, steps)
-        ? bits
-        : split_bits(tiles, steps, busiest(tiles, steps, 1 << of) < busiest(tiles, steps, 1 << bits) ? of : bits, of + 1);
+    if (1 << of > least(WARPS, steps)) return bits;
+    const bool better = busiest(tiles, steps, 1 << of) < busiest(tiles, steps, 1 << bits);
+    return split_bits(tiles, steps, better ? of : bits, of + 1);
 }
 
 // How a block's warps share its rows of a weight [N, K]; where it is two in one, `COUNT`, a block

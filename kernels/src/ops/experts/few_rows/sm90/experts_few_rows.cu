@@ -105,7 +105,8 @@ struct Rows {
         next = which, next_at = 0;
         #pragma unroll
         for (int i = 0; i < TILE; i++) {
-            from[i] = reinterpret_cast<const uint4*>(weight + static_cast<u64>(line(min(next, end_task - 1), i)) * PITCH) + lane;
+            const u64 row = line(min(next, end_task - 1), i);
+            from[i] = reinterpret_cast<const uint4*>(weight + row * PITCH) + lane;
         }
     }
     __device__ __forceinline__ void read(uint4 (&v)[TILE], int a) const {
@@ -116,7 +117,9 @@ struct Rows {
     }
 };
 
-__device__ __forceinline__ float limited(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
+__device__ __forceinline__ float limited(float x, float least, float most) {
+    return x < least ? least : x > most ? most : x;
+}
 
 struct Words {
     u64 n_slots, limit;                                    // the bits of an f32

@@ -133,7 +133,9 @@ __device__ __forceinline__ void choose(const Step& step, const Layer& layer, int
     } else {
         weight = expf(logit - highest) / total;
     }
-    if (chooses) to.chosen[row * CHOICES + step.lane] = own, to.weights[row * CHOICES + step.lane] = weight * EXPERT_SCALE;
+    if (!chooses) return;
+    const int slot = row * CHOICES + step.lane;
+    to.chosen[slot] = own, to.weights[slot] = weight * EXPERT_SCALE;
 }
 
 // The choices of all rows, and the slots of each expert that was chosen, in the order of slots.
@@ -155,7 +157,10 @@ __device__ __forceinline__ void route(const Step& step, const Layer& layer) {
     const int slots = step.rows * CHOICES, slot = step.thread;
     if (BATCH == 1) {
         if (slot == 0) to.count = CHOICES;
-        if (slot < CHOICES) to.experts[slot] = to.chosen[slot], to.members[slot] = 1, to.slots[slot] = to.places[slot] = slot;
+        if (slot < CHOICES) {
+            to.experts[slot] = to.chosen[slot], to.members[slot] = 1;
+            to.slots[slot] = to.places[slot] = slot;
+        }
     } else {
         // The first slot with the same expert, and how many are before this one, and after.
         int first = slot, before = 0, after = 0, place = 0;
@@ -193,13 +198,13 @@ __device__ __forceinline__ Part up_of_experts(const Step& step, const Layer& lay
     const int first = Out::begin(step.block), mixer = MIXERS < BLOCKS ? first / 2 : step.block;
     const int begin = 2 * static_cast<int>(static_cast<u64>(units) * static_cast<u32>(mixer) / MIXERS);
     const int end = 2 * static_cast<int>(static_cast<u64>(units) * static_cast<u32>(mixer + 1) / MIXERS);
-    return {layer.up, layer.up_scales, layer.up_bias, EXPERT_FF, EXPERTS_UP_PITCH, D_MODEL / WEIGHTS, GATES, EXPERT_UP_ROWS,
-        EXPERT_UP_BITS, mixes(step.block) ? begin : 0, mixes(step.block) ? end - begin : 0, Part::EXPERTS_UP};
+    return {layer.up, layer.up_scales, layer.up_bias, EXPERT_FF, EXPERTS_UP_PITCH, D_MODEL / WEIGHTS, GATES,
+        EXPERT_UP_ROWS, EXPERT_UP_BITS, mixes(step.block) ? begin : 0, mixes(step.block) ? end - begin : 0, Part::EXPERTS_UP};
 }
 __device__ __forceinline__ Part down_of_experts(const Step& step, const Layer& layer) {
     const int first = Out::begin(step.block), own = Out::begin(step.block + 1) - first;
-    return {layer.down, layer.down_scales, layer.down_bias, D_MODEL, EXPERTS_DOWN_PITCH, EXPERT_FF / WEIGHTS, 1, EXPERT_DOWN_ROWS,
-        EXPERT_DOWN_BITS, first, own, Part::EXPERTS_DOWN};
+    return {layer.down, layer.down_scales, layer.down_bias, D_MODEL, EXPERTS_DOWN_PITCH, EXPERT_FF / WEIGHTS, 1,
+        EXPERT_DOWN_ROWS, EXPERT_DOWN_BITS, first, own, Part::EXPERTS_DOWN};
 }
 __device__ __forceinline__ int Part::place(int r) const {
     return kind == EXPERTS_UP ? (first + (r < own ? r : r - own)) / EXPERT_FF : r / max(own, 1);
