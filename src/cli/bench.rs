@@ -37,7 +37,7 @@ pub(super) struct BenchArgs {
     benchmark: Benchmark,
     /// Named model and batch; may be repeated. train: gpt2-124m, shakespeare-char, llama-1b,
     /// intent-slot, cpu-4x128, cpu-6x384, cpu-6x256. decode: qwen3-0.6b, qwen2.5-0.5b, llama-1b,
-    /// llama-15m, gpt2-124m, llama-8b, qwen3-4b
+    /// llama-15m, gpt2-124m, llama-8b, qwen3-4b, qwen3-30b-a3b, gpt-oss-20b
     #[arg(long, value_name = "NAME")]
     size: Vec<String>,
     /// Batch size [default: that of the named size]
