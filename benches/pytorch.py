@@ -4,6 +4,8 @@
     fireclay bench train   --backend cuda --size gpt2-124m --peer "python3 benches/pytorch.py gpt2-124m"
     fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"
                                                                 # prefill:16384 for --length 16384
+    fireclay bench decode  --backend cuda --size gemma-3-1b --peer "python3 benches/pytorch.py decode:gemma-3-1b"
+    fireclay bench train   --backend cuda --size phi-4-mini --peer "python3 benches/pytorch.py phi-4-mini"
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py kernels"
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py experts"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
@@ -18,10 +20,12 @@ import math
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -164,13 +168,18 @@ def train(size, batch=None):
     batch = batch or own_batch
     vocab_size, seq_length = shape[:2]
     model = Gpt(*shape).to(DEVICE)
+    train_model(what, label, model, vocab_size, batch, seq_length)
+
+
+def train_model(what, label, model, vocab_size, batch, seq_length, rest=None):
+    """Times steps of a model that gives the loss of ids and targets; `rest`: its positions and mask."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     run = torch.compile(model) if GPU else model
     ids, targets = torch.randint(vocab_size, (2, batch, seq_length), device=DEVICE)
 
     def step():
         with torch.autocast(DEVICE, BF16, enabled=GPU):
-            loss = run(ids, targets)
+            loss = run(ids, rest[0], targets, rest[1]) if rest else run(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -185,80 +194,142 @@ def train(size, batch=None):
         show(f"peak memory, {what}", f"{name} {label}B={batch} T={seq_length}", peak, "GB")
 
 
-class QwenLayer(nn.Module):
-    """A layer of Qwen3-0.6B with its cache."""
+class Shape(NamedTuple):
+    """A decoder's shape. `window` is that of all layers but every `full_every`th."""
 
-    D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF = 1024, 16, 8, 128, 3072
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rotary_dim: int
+    qk_norm: bool = False
+    # Norms of the sub-layers' outputs, too.
+    output_norms: bool = False
+    gelu: bool = False
+    window: int = 0
+    full_every: int = 1
 
-    def __init__(self, batch, length):
+
+DECODERS = {
+    "qwen3-0.6b": Shape(151_936, 1024, 28, 16, 8, 128, 3072, 128, qk_norm=True),
+    "gemma-3-1b": Shape(
+        262_144, 1152, 26, 4, 1, 256, 6912, 256, qk_norm=True, output_norms=True, gelu=True, window=512, full_every=6
+    ),
+    "phi-4-mini": Shape(200_064, 3072, 32, 24, 8, 128, 8192, 96),
+}
+
+
+class DecoderLayer(nn.Module):
+    """A layer of a decoder; with a cache if it has a batch and a length."""
+
+    def __init__(self, shape, index, batch=0, length=0):
         super().__init__()
-        d_model, heads, kv_heads, head_dim = self.D_MODEL, self.N_HEADS, self.N_KV_HEADS, self.HEAD_DIM
+        self.shape, self.windowed = shape, shape.window and (index + 1) % shape.full_every
+        d_model, head_dim = shape.d_model, shape.head_dim
         self.norm_1, self.norm_2 = nn.RMSNorm(d_model, 1e-6), nn.RMSNorm(d_model, 1e-6)
-        self.norm_q, self.norm_k = nn.RMSNorm(head_dim, 1e-6), nn.RMSNorm(head_dim, 1e-6)
-        self.qkv = nn.Linear(d_model, (heads + 2 * kv_heads) * head_dim, bias=False)
-        self.project = nn.Linear(heads * head_dim, d_model, bias=False)
-        self.gate_up = nn.Linear(d_model, 2 * self.D_FF, bias=False)
-        self.down = nn.Linear(self.D_FF, d_model, bias=False)
-        self.register_buffer("keys", torch.zeros(batch, kv_heads, length, head_dim))
-        self.register_buffer("values", torch.zeros(batch, kv_heads, length, head_dim))
+        self.after_1, self.after_2 = (
+            (nn.RMSNorm(d_model, 1e-6), nn.RMSNorm(d_model, 1e-6))
+            if shape.output_norms
+            else (nn.Identity(), nn.Identity())
+        )
+        self.norm_q, self.norm_k = (
+            (nn.RMSNorm(head_dim, 1e-6), nn.RMSNorm(head_dim, 1e-6)) if shape.qk_norm else (nn.Identity(), nn.Identity())
+        )
+        self.qkv = nn.Linear(d_model, (shape.n_heads + 2 * shape.n_kv_heads) * head_dim, bias=False)
+        self.project = nn.Linear(shape.n_heads * head_dim, d_model, bias=False)
+        self.gate_up = nn.Linear(d_model, 2 * shape.d_ff, bias=False)
+        self.down = nn.Linear(shape.d_ff, d_model, bias=False)
+        if length:
+            self.register_buffer("keys", torch.zeros(batch, shape.n_kv_heads, length, head_dim))
+            self.register_buffer("values", torch.zeros(batch, shape.n_kv_heads, length, head_dim))
 
-    def forward(self, x, at, angles, mask):
-        heads, kv_heads = self.N_HEADS * self.HEAD_DIM, self.N_KV_HEADS * self.HEAD_DIM
+    def forward(self, x, at, angles, mask, window=None):
+        """`mask` is a cache's; `window` the block mask of layers with a window, without a cache."""
+        shape = self.shape
+        heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
         parts = self.qkv(self.norm_1(x)).split([heads, kv_heads, kv_heads], -1)
-        q, k, v = (part.unflatten(-1, (-1, self.HEAD_DIM)) for part in parts)
+        q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in parts)
         q, k, v = self.norm_q(q).transpose(1, 2), self.norm_k(k).transpose(1, 2), v.transpose(1, 2)
         cos, sin = angles
 
         def rotary(z):
-            low, high = z.chunk(2, -1)
-            return z * cos + torch.cat((-high, low), -1) * sin
+            turned, rest = z[..., : shape.rotary_dim], z[..., shape.rotary_dim :]
+            low, high = turned.chunk(2, -1)
+            return torch.cat((turned * cos + torch.cat((-high, low), -1) * sin, rest), -1).type_as(v)
 
         q, k = rotary(q), rotary(k)
-        if mask is None:
-            length = x.shape[1]
-            self.keys[:, :, :length], self.values[:, :, :length] = k, v
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
+        if mask is not None:
             self.keys[:, :, at], self.values[:, :, at] = k, v
             attended = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
-        x = x + self.project(attended.transpose(1, 2).flatten(-2))
+        elif window is not None and self.windowed:
+            attended = flex_attention(q, k, v, block_mask=window, enable_gqa=True)
+        else:
+            if hasattr(self, "keys"):
+                length = x.shape[1]
+                self.keys[:, :, :length], self.values[:, :, :length] = k, v
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.after_1(self.project(attended.transpose(1, 2).flatten(-2)))
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        gate = F.gelu(gate, approximate="tanh") if shape.gelu else F.silu(gate)
+        return x + self.after_2(self.down(gate * up))
 
 
-class Qwen(nn.Module):
-    """The shapes of Qwen3-0.6B; gives the next token, greedily."""
+class Decoder(nn.Module):
+    """A decoder with tied embeddings: gives the next token, greedily, or with targets the loss."""
 
-    def __init__(self, batch, length):
+    def __init__(self, shape, length, batch=0):
         super().__init__()
-        self.embed = nn.Embedding(151_936, QwenLayer.D_MODEL)
-        self.layers = nn.ModuleList(QwenLayer(batch, length) for _ in range(28))
-        self.norm = nn.RMSNorm(QwenLayer.D_MODEL, 1e-6)
-        frequencies = 1e6 ** (-torch.arange(0, QwenLayer.HEAD_DIM, 2) / QwenLayer.HEAD_DIM)
+        self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
+        cache = (batch, length) if batch else (0, 0)
+        self.layers = nn.ModuleList(DecoderLayer(shape, index, *cache) for index in range(shape.n_layers))
+        self.norm = nn.RMSNorm(shape.d_model, 1e-6)
+        frequencies = 1e6 ** (-torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim)
         angles = torch.outer(torch.arange(length), frequencies).tile(2)
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
         self.register_buffer("seen", torch.ones(length, length, dtype=torch.bool).tril())
 
-    def forward(self, ids, at):
+    def forward(self, ids, at, targets=None, window=None):
         decoding = ids.shape[1] == 1
         seen = self.seen[at] if decoding else None
         x = self.embed(ids)
         for layer in self.layers:
-            x = layer(x, at, (self.cos[at], self.sin[at]), seen)
+            x = layer(x, at, (self.cos[at], self.sin[at]), seen, window)
+        if targets is not None:
+            logits = F.linear(self.norm(x), self.embed.weight)
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return F.linear(self.norm(x[:, -1:]), self.embed.weight).argmax(-1)
 
 
-def qwen(batch, length, **how):
+def decoder(name, batch, length, **how):
     with torch.device(DEVICE):
-        model = Qwen(batch, length).to(BF16).eval()
+        model = Decoder(DECODERS[name], length, batch).to(BF16).eval()
     return torch.compile(model, fullgraph=True, **how)
 
 
+def train_decoder(name, batch, length=2048):
+    shape = DECODERS[name]
+    with torch.device(DEVICE):
+        model = Decoder(shape, length)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+
+    def seen(_batch, _head, query, key):
+        return (key <= query) & (query - key < shape.window)
+
+    window = create_block_mask(seen, None, None, length, length, device=DEVICE) if shape.window else None
+    label = name.replace("-", " ")
+    train_model("train step", f"{label} ", model, shape.vocab_size, batch, length, (torch.arange(length, device=DEVICE), window))
+
+
 @torch.inference_mode()
-def decode(tokens=128, warm_up=22):
+def decode(name="qwen3-0.6b", tokens=128, warm_up=22):
     for batch in (1, 32):
-        model = qwen(batch, 1024, mode="reduce-overhead")
+        model = decoder(name, batch, 1024, mode="reduce-overhead")
         ids = torch.randint(150_000, (batch, 1), device=DEVICE)
         for position in range(warm_up + tokens):
             if position == warm_up:
@@ -267,13 +338,13 @@ def decode(tokens=128, warm_up=22):
             ids = model(ids, torch.tensor([position], device=DEVICE)).clone()
         wait()
         per_second = batch * tokens / (time.perf_counter() - begin)
-        show("decode qwen3-0.6b bf16", f"compile+graphs B={batch}", per_second, "tokens/s")
+        show(f"decode {name} bf16", f"compile+graphs B={batch}", per_second, "tokens/s")
         torch._dynamo.reset()
 
 
 @torch.inference_mode()
 def prefill(length=2048):
-    model = qwen(1, length)
+    model = decoder("qwen3-0.6b", 1, length)
     ids, at = torch.randint(150_000, (1, length), device=DEVICE), torch.arange(length, device=DEVICE)
     show("prefill qwen3-0.6b bf16", f"compile {length} tokens", length / seconds(lambda: model(ids, at)), "tokens/s")
 
@@ -363,16 +434,24 @@ PARTS = {"decode": decode, "prefill": prefill, "kernels": kernels, "experts": ex
 
 def main():
     names = sys.argv[1:]
-    known = [name for name in names if name in PARTS or name.partition(":")[0] in [*TRAINING, "prefill"]]
+    known = [
+        name
+        for name in names
+        if name in PARTS or name.partition(":")[0] in [*TRAINING, *DECODERS, "prefill", "decode"]
+    ]
     if not names or known != names:
         sys.exit(
-            f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *PARTS])}; "
-            "to train also NAME:BATCH, and prefill:LENGTH"
+            f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *DECODERS, *PARTS])}; "
+            "to train also NAME:BATCH, prefill:LENGTH, and decode:NAME"
         )
     for name in names:
         name, _, number = name.partition(":")
         if name in TRAINING:
             train(name, int(number or 0))
+        elif name in DECODERS:
+            train_decoder(name, int(number or 4))
+        elif name == "decode" and number:
+            decode(number)
         elif number:
             prefill(int(number))
         else:

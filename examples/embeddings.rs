@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use burn::backend::NdArray;
 use burn::tensor::{FloatDType, Int, Tensor};
 use fireclay::Failure;
-use fireclay_datasets::Tokenizer;
-use fireclay_model::{ModelFolder, Transformer};
+use fireclay::inference::text_encoder::{EncodedText, TextEncoder};
+use fireclay_model::{ModelFolder, Tokens, Transformer};
 
 type B = NdArray;
 
@@ -22,10 +22,10 @@ fn main() -> Result<(), Failure> {
 
     let device = Default::default();
     let model: Transformer<B> = ModelFolder::new(&folder).load_in(FloatDType::F32, &mut |_, _| {}, &device)?;
-    let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
+    let encoder = TextEncoder::open(&folder)?;
     let mut embeddings = Vec::new();
     for text in &inputs {
-        let embedding = embed(&model, &tokenizer, text)?;
+        let embedding = embed(&model, &encoder, text)?;
         println!("{}", serde_json::json!({ "text": text, "embedding": embedding }));
         embeddings.push(embedding);
     }
@@ -38,12 +38,18 @@ fn main() -> Result<(), Failure> {
 }
 
 /// The embedding of a text, truncated to the model's context.
-fn embed(model: &Transformer<B>, tokenizer: &Tokenizer, text: &str) -> Result<Vec<f32>, Failure> {
+fn embed(model: &Transformer<B>, encoder: &TextEncoder, text: &str) -> Result<Vec<f32>, Failure> {
     // With the special tokens that the tokenizer adds, [CLS] and [SEP].
-    let tokens: Vec<i32> = tokenizer.encode_prompt(text)?.into_iter().map(|token| token as i32).collect();
-    let tokens = &tokens[..tokens.len().min(model.config().context_length)];
-    let ids = Tensor::<B, 1, Int>::from_ints(tokens, &Default::default()).unsqueeze::<2>();
-    let mean: Tensor<B, 1> = model.forward(ids).mean_dim(1).flatten(0, 2);
+    let EncodedText { ids, types } = encoder.encode(text)?;
+    let row = |values: Vec<u32>| {
+        let values: Vec<i32> =
+            values.into_iter().take(model.config().context_length).map(|value| value as i32).collect();
+        Tensor::<B, 1, Int>::from_ints(&values[..], &Default::default()).unsqueeze::<2>()
+    };
+    let tokens = Tokens::from(row(ids));
+    // Words have types in models that Fireclay trains on utterances.
+    let tokens = if types.is_empty() { tokens } else { tokens.with_types(row(types)) };
+    let mean: Tensor<B, 1> = model.forward(tokens).mean_dim(1).flatten(0, 2);
     let length = mean.clone().powi_scalar(2).sum().sqrt();
     Ok(mean.div(length).into_data().iter::<f32>().collect())
 }

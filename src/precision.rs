@@ -27,7 +27,7 @@ pub enum Precision {
     /// INT8 weights with one scale per row, activations in bf16 where supported, else f32.
     /// Not for training.
     Int8,
-    /// 4-bit weights with one scale per group of 32, searched for the least error; activations as
+    /// 4-bit weights with one scale per group of 32, chosen to minimize the error; activations as
     /// for int8. Not for training.
     Int4,
     /// The same in groups of 128: smaller, less accurate. Not for training.

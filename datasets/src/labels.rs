@@ -20,6 +20,18 @@ pub struct Labels {
     /// The words that have a type, in lower case and sorted; none if words have no types.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub words: Vec<String>,
+    /// What training has each intent with; empty if intent and tags are decoded apart.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub intent_slots: BTreeMap<String, IntentSlots>,
+}
+
+/// The utterances of an intent in training.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IntentSlots {
+    /// How many there are.
+    pub utterances: usize,
+    /// How many of them have each slot.
+    pub slots: BTreeMap<String, usize>,
 }
 
 impl Labels {
@@ -31,7 +43,41 @@ impl Labels {
         let owned = |names: BTreeSet<&str>| names.into_iter().map(str::to_owned).collect();
         let words = train.iter().flat_map(|utterance| &utterance.words);
         let marks: BTreeSet<&str> = words.map(String::as_str).filter(|word| is_mark(word)).collect();
-        Self { intents: owned(intents), slots: owned(slots), marks: owned(marks), words: Vec::new() }
+        Self {
+            intents: owned(intents),
+            slots: owned(slots),
+            marks: owned(marks),
+            words: Vec::new(),
+            intent_slots: BTreeMap::new(),
+        }
+    }
+
+    /// With the slots that each intent of `train` has, for decoding intent and tags together.
+    pub fn with_intent_slots(mut self, train: &[Utterance]) -> Self {
+        self.intent_slots.clear();
+        for Utterance { intent, tags, .. } in train {
+            let of_intent = self.intent_slots.entry(intent.clone()).or_default();
+            of_intent.utterances += 1;
+            let slots: BTreeSet<&str> = tags.iter().filter_map(|tag| slot_of(tag)).map(|(slot, _)| slot).collect();
+            slots.into_iter().for_each(|slot| *of_intent.slots.entry(slot.to_owned()).or_default() += 1);
+        }
+        self
+    }
+
+    /// What a slot costs with an intent, in nats: `-ln(1 + n)` if `n` utterances of training would
+    /// have both, were intents and slots independent, and none has. It is 0 if one has both, and if
+    /// fewer than five would: then nothing follows from their absence (Cochran, 1954).
+    pub fn novelty(&self, intent: &str, slot: &str) -> f64 {
+        let count = |of_intent: &IntentSlots| of_intent.slots.get(slot).copied().unwrap_or(0);
+        let of_intent = self.intent_slots.get(intent);
+        if of_intent.is_some_and(|of_intent| count(of_intent) > 0) {
+            return 0.0;
+        }
+        let all: f64 = self.intent_slots.values().map(|of_intent| of_intent.utterances as f64).sum();
+        let with_slot: f64 = self.intent_slots.values().map(|of_intent| count(of_intent) as f64).sum();
+        let with_intent = of_intent.map_or(0.0, |of_intent| of_intent.utterances as f64);
+        let expected = with_intent * with_slot / all.max(1.0);
+        if expected < LEAST_EXPECTED { 0.0 } else { -expected.ln_1p() }
     }
 
     /// With a type for each word that occurs more than once in `train`. Words that occur once are
@@ -110,6 +156,9 @@ pub(crate) const UNKNOWN_TYPE: usize = 1;
 /// The type of the first known word.
 const FIRST_KNOWN_TYPE: usize = 2;
 
+/// With fewer utterances expected of an intent and a slot, it says nothing that there is none.
+const LEAST_EXPECTED: f64 = 5.0;
+
 /// Whether a word has neither letters nor digits.
 fn is_mark(word: &str) -> bool {
     !word.chars().any(char::is_alphanumeric)
@@ -153,6 +202,32 @@ mod tests {
         let text = serde_json::to_string(&plain).expect("JSON");
         assert!(!text.contains("words"), "{text}");
         assert_eq!(types(&plain.with_types_of(typed.clone())), types(&typed));
+    }
+
+    #[test]
+    fn a_slot_costs_the_more_with_an_intent_the_more_often_both_would_meet_by_chance() {
+        let said = |intent: &str, tags: &str| Utterance {
+            words: Vec::new(),
+            tags: tags.split(' ').map(str::to_owned).collect(),
+            intent: intent.into(),
+        };
+        let times = |count: usize, utterance: Utterance| std::iter::repeat_n(utterance, count);
+        let train: Vec<Utterance> = times(10, said("ask", "B-city I-city B-city"))
+            .chain(times(20, said("ask", "O")))
+            .chain(times(30, said("wave", "B-room")))
+            .chain(times(1, said("jump", "B-rope")))
+            .collect();
+        let (apart, joint) = (Labels::of(&train), Labels::of(&train).with_intent_slots(&train));
+        let slots = |labels: &Labels, intent: &str| ["city", "room", "rope"].map(|slot| labels.novelty(intent, slot));
+        // Of 61 utterances, 14.8 would ask and have a room, and 4.9 would wave and have a city.
+        let room = -(30.0 * 30.0 / 61.0f64).ln_1p();
+        for (intent, wanted) in [("ask", [0.0, room, 0.0]), ("wave", [0.0; 3]), ("jump", [0.0; 3]), ("new", [0.0; 3])] {
+            assert_eq!(slots(&joint, intent), wanted, "{intent}");
+            assert_eq!(slots(&apart, intent), [0.0; 3]);
+        }
+        let text = serde_json::to_string(&joint).expect("JSON");
+        assert_eq!(serde_json::from_str::<Labels>(&text).expect("labels"), joint);
+        assert!(!serde_json::to_string(&apart).expect("JSON").contains("intent_slots"));
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub use error::DataError;
 pub use inputs::Inputs;
 pub use labelled::{LabelledText, LabelledTexts};
 pub use labelled_batch::{DeviceTexts, EncodedTexts, LabelledBatch};
-pub use labels::Labels;
+pub use labels::{IntentSlots, Labels};
 pub use pieces::PieceTokenizer;
 pub use range_encoder::RangeEncoder;
 pub use sources::{Piece, STDIN, TextSource, read_text};

@@ -1,5 +1,6 @@
 //! Utterances as word pieces, and batches of them.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -167,6 +168,11 @@ pub struct Variation {
     pub split_words: f64,
     /// Of replacing a slot's value by one of the same slot in another utterance.
     pub swap_values: f64,
+    /// Of making such a value, of an open slot, from the beginning of one value and the end of
+    /// another, so that its borders are learnt from what is around it.
+    pub splice_values: f64,
+    /// Of masking words of an open slot's value, each with a probability of a half.
+    pub hide_values: f64,
     /// Of masking a word with `[UNK]`, so that the model learns to use its context.
     pub hide_words: f64,
 }
@@ -194,6 +200,54 @@ struct Row {
     length: usize,
 }
 
+/// The words of a value: the index of each one's spellings, and its tag.
+type Value = Vec<(usize, i32)>;
+
+/// The values of a slot.
+#[derive(Debug, Default)]
+struct Values {
+    /// With repetitions.
+    all: Vec<Value>,
+    /// Words of the longest.
+    longest: usize,
+    is_open: bool,
+}
+
+/// From which probability on that the next value of a slot is a new one the slot is open. Reports
+/// call a slot open from the same share of unseen values on.
+const OPEN_FROM: f64 = 0.25;
+
+impl Values {
+    fn of(all: Vec<Value>) -> Self {
+        let mut counts = HashMap::<&[(usize, i32)], usize>::new();
+        all.iter().for_each(|value| *counts.entry(value).or_default() += 1);
+        // The share of values that occur once estimates the probability of a new one (Good, 1953).
+        let once = counts.values().filter(|count| **count == 1).count();
+        let is_open = counts.len() > 1 && once as f64 >= OPEN_FROM * all.len() as f64;
+        let longest = all.iter().map(Vec::len).max().unwrap_or(0);
+        Self { all, longest, is_open }
+    }
+
+    fn draw(&self, rng: &mut Generator) -> &Value {
+        &self.all[rng.below(self.all.len())]
+    }
+
+    /// A value, as it is or spliced.
+    fn varied(&self, rng: &mut Generator, splice_values: f64) -> Cow<'_, [(usize, i32)]> {
+        let first = self.draw(rng);
+        if splice_values == 0.0 || !self.is_open || !rng.chance(splice_values) {
+            return Cow::Borrowed(first);
+        }
+        let second = self.draw(rng);
+        let (head, tail) = (1 + rng.below(first.len()), 1 + rng.below(second.len()));
+        let inside = first[0].1 + 1;
+        let mut spliced = first[..head].to_vec();
+        spliced.extend(second[second.len() - tail..].iter().map(|(place, _)| (*place, inside)));
+        spliced.truncate(self.longest);
+        Cow::Owned(spliced)
+    }
+}
+
 /// The order of an epoch, and its key.
 #[derive(Debug)]
 struct Epoch {
@@ -206,8 +260,8 @@ struct Epoch {
 pub struct EncodedUtterances {
     rows: Vec<Row>,
     spellings: Vec<Spelling>,
-    /// The values of each slot, by the tag that begins them, with repetitions.
-    values: HashMap<i32, Vec<Vec<(usize, i32)>>>,
+    /// The values of each slot, by the tag that begins them.
+    values: HashMap<i32, Values>,
     longest: usize,
     cut: usize,
     unknown: u32,
@@ -250,6 +304,7 @@ impl EncodedUtterances {
             epoch: Mutex::new(None),
         };
         let mut known = HashMap::<&str, usize>::new();
+        let mut values = HashMap::<i32, Vec<Value>>::new();
         let target = |id: Option<usize>| id.map_or(IGNORED_TARGET, |id| id as i32);
         for utterance in utterances {
             let intent = target(labels.intent_id(&utterance.intent));
@@ -272,10 +327,11 @@ impl EncodedUtterances {
             }
             for span in value_spans(&row.words) {
                 let value = row.words[span].to_vec();
-                encoded.values.entry(value[0].1).or_default().push(value);
+                values.entry(value[0].1).or_default().push(value);
             }
             encoded.rows.push(row);
         }
+        encoded.values = values.into_iter().map(|(tag, values)| (tag, Values::of(values))).collect();
         Ok(encoded)
     }
 
@@ -292,6 +348,15 @@ impl EncodedUtterances {
     /// Number of truncated utterances.
     pub fn cut(&self) -> usize {
         self.cut
+    }
+
+    /// The open slots, by the ids of the tags that begin them: the next value of such a slot is a new
+    /// one with a probability of at least a quarter, by the values that occur once.
+    pub fn open_slots(&self) -> Vec<usize> {
+        let open = self.values.iter().filter(|(_, values)| values.is_open);
+        let mut tags: Vec<usize> = open.map(|(tag, _)| *tag as usize).collect();
+        tags.sort_unstable();
+        tags
     }
 
     /// The columns at which the words of an utterance start, as in [`Self::batches`].
@@ -361,33 +426,37 @@ impl EncodedUtterances {
             words.iter().map(|(place, _)| self.spellings[*place].usual.len()).sum()
         };
         let mut room = self.longest - row.length;
+        // The words, and whether they are masked.
         let mut words = Vec::with_capacity(row.words.len());
+        let seen = |(place, tag): &(usize, i32)| (*place, *tag, false);
         let mut said = 0;
         for span in value_spans(&row.words) {
-            words.extend_from_slice(&row.words[said..span.start]);
+            words.extend(row.words[said..span.start].iter().map(seen));
             said = span.end;
             let value = &row.words[span];
-            let others = self.values.get(&value[0].1).filter(|_| rng.chance(variation.swap_values));
-            let other = others.map_or(value, |others| &others[rng.below(others.len())]);
-            let fits = usual(other) <= usual(value) + room;
-            let chosen = if fits { other } else { value };
-            room = room + usual(value) - usual(chosen);
-            words.extend_from_slice(chosen);
+            let known = self.values.get(&value[0].1);
+            let others = known.filter(|_| rng.chance(variation.swap_values));
+            let other = others.map(|others| others.varied(rng, variation.splice_values));
+            let chosen = other.filter(|other| usual(other) <= usual(value) + room).unwrap_or(Cow::Borrowed(value));
+            room = room + usual(value) - usual(&chosen);
+            let is_open = variation.hide_values > 0.0 && known.is_some_and(|known| known.is_open);
+            let hides = is_open && rng.chance(variation.hide_values);
+            words.extend(chosen.iter().map(|(place, tag)| (*place, *tag, hides && rng.chance(0.5))));
         }
-        words.extend_from_slice(&row.words[said..]);
+        words.extend(row.words[said..].iter().map(seen));
 
         // A word whose pieces are not its usual ones is as unknown as a new word.
         let kind = if self.typed { UNKNOWN_TYPE } else { 0 };
         let unknown = [self.unknown];
         let written: Vec<Written<'_>> = words
             .iter()
-            .map(|(place, tag)| {
+            .map(|(place, tag, hidden)| {
                 let Spelling { usual, letters, .. } = &self.spellings[*place];
                 let more = letters.len().saturating_sub(usual.len());
-                if rng.chance(variation.split_words) && more <= room {
+                if !hidden && rng.chance(variation.split_words) && more <= room {
                     room -= more;
                     Written { pieces: letters, tag: *tag, kind }
-                } else if rng.chance(variation.hide_words) {
+                } else if *hidden || rng.chance(variation.hide_words) {
                     Written { pieces: &unknown, tag: *tag, kind }
                 } else {
                     self.usual_word(*place, *tag)
@@ -466,10 +535,17 @@ mod tests {
     }
 
     const NO: i32 = IGNORED_TARGET;
-    const AS_IT_IS: Variation = Variation { split_words: 0.0, swap_values: 0.0, hide_words: 0.0 };
+    const AS_IT_IS: Variation =
+        Variation { split_words: 0.0, swap_values: 0.0, splice_values: 0.0, hide_values: 0.0, hide_words: 0.0 };
 
     fn varied(share: f64) -> Variation {
-        Variation { split_words: share, swap_values: share, hide_words: share }
+        Variation {
+            split_words: share,
+            swap_values: share,
+            splice_values: share,
+            hide_values: share,
+            hide_words: share,
+        }
     }
 
     #[test]
@@ -569,6 +645,65 @@ mod tests {
         }
         let usual = all.batch(BatchKey::new(1, 0), 4, AS_IT_IS);
         assert!(usual.types().iter().all(|kind| *kind != 1));
+    }
+
+    #[test]
+    fn values_of_open_slots_are_spliced_and_hidden_and_others_are_not() {
+        let said = |city: &str, kind: &str| {
+            let tags = (0..city.split(' ').count()).map(|at| if at == 0 { " B-city" } else { " I-city" });
+            utterance(&format!("on {city} {kind}"), &format!("O{} B-kind", tags.collect::<String>()), "light")
+        };
+        // Three cities of four occur once; no kind does.
+        let samples = [said("a b", "x"), said("c d e", "y"), said("f", "x"), said("f", "y"), said("g", "x")];
+        let labels = Labels::of(&samples);
+        let pieces = PieceTokenizer::train(&samples, 100).expect("letters fit");
+        let all = EncodedUtterances::new(&samples, &labels, &pieces, 64).expect("room for words");
+        assert_eq!(all.open_slots(), [labels.tag_id("B-city").expect("known") as usize]);
+        let known: BTreeSet<&str> = ["a b", "c d e", "f", "g"].into();
+        let id_of: HashMap<i32, char> =
+            ('a'..='y').filter_map(|c| Some((i32::try_from(*pieces.word(&c.to_string()).first()?).ok()?, c))).collect();
+        let (mut seen, mut kinds) = (BTreeSet::new(), BTreeSet::new());
+        for step in 0..4000 {
+            let batch =
+                all.batch(BatchKey::new(1, step), 1, Variation { swap_values: 0.999, splice_values: 0.5, ..AS_IT_IS });
+            let cells = batch.ids().iter().zip(batch.targets()).take(batch.lengths()[0] as usize);
+            let (mut city, mut tags) = (Vec::new(), Vec::new());
+            for (id, tag) in cells {
+                match labels.tag(usize::try_from(*tag).unwrap_or(usize::MAX)).as_str() {
+                    tag @ ("B-city" | "I-city") => {
+                        city.push(id_of[id].to_string());
+                        tags.push(tag.to_owned());
+                    }
+                    "B-kind" => drop(kinds.insert(id_of[id])),
+                    _ => {}
+                }
+            }
+            assert!(tags[0] == "B-city" && tags[1..].iter().all(|tag| tag == "I-city"), "{tags:?}");
+            assert!((1..=3).contains(&city.len()), "no longer than the longest: {city:?}");
+            seen.insert(city.join(" "));
+        }
+        assert_eq!(kinds, ['x', 'y'].into());
+        assert!(known.iter().all(|value| seen.contains(*value)), "{seen:?}");
+        for made in ["a d e", "c e", "f g", "c b", "a b e"] {
+            assert!(seen.contains(made), "{made}: {seen:?}");
+        }
+        for never in ["b a", "d", "e", "b", "e c"] {
+            assert!(!seen.contains(never), "{never}: a value begins as one does, and ends as one does");
+        }
+        let unknown = pieces.unknown() as i32;
+        let (mut hidden, mut words) = (0, 0);
+        for step in 0..400 {
+            let batch = all.batch(BatchKey::new(2, step), 5, Variation { hide_values: 0.6, ..AS_IT_IS });
+            for (id, tag) in batch.ids().iter().zip(batch.targets()) {
+                let tag = labels.tag(usize::try_from(*tag).unwrap_or(usize::MAX));
+                let is_city = tag.ends_with("-city");
+                assert!(is_city || *id != unknown, "{tag} is hidden");
+                words += usize::from(is_city);
+                hidden += usize::from(*id == unknown);
+            }
+        }
+        let share = hidden as f64 / words as f64;
+        assert!((share - 0.3).abs() < 0.03, "{share} of the words are hidden");
     }
 
     #[test]

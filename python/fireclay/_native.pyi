@@ -266,7 +266,7 @@ class Model:
     def logits(self, ids: _Ids) -> Tensor:
         """Logits of the next token at each position, ``[rows, length, vocab_size]``, in the dtype of activations."""
     def hidden_states(self, ids: _Ids) -> Tensor:
-        """Hidden states ``[rows, length, d_model]`` after the last norm."""
+        """Hidden states ``[rows, length, d_model]`` after the last norm; refused if words have types."""
     def attention(self, ids: _Ids) -> list[Tensor]:
         """Attention weights of each layer, ``[rows, n_heads, length, length]``; the weights of a query sum to one."""
     def embed(self, sentences: str | Sequence[str]) -> npt.NDArray[np.float32]:

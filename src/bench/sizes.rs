@@ -7,11 +7,13 @@ use crate::failure::Failure;
 use crate::recipe::Recipe;
 
 /// Sizes of `bench train`; other parts of a recipe's name are fixed.
-pub const TRAINERS: [&str; 8] = [
+pub const TRAINERS: [&str; 10] = [
     "gpt2-124m",
     "gpt2-124m-experts",
     "shakespeare-char",
     "llama-1b",
+    "gemma-3-1b",
+    "phi-4-mini",
     "intent-slot",
     "cpu-4x128",
     "cpu-6x384",
@@ -19,7 +21,7 @@ pub const TRAINERS: [&str; 8] = [
 ];
 
 /// Sizes of `bench decode`.
-pub const DECODERS: [&str; 9] = [
+pub const DECODERS: [&str; 11] = [
     "qwen3-0.6b",
     "qwen3-30b-a3b",
     "gpt-oss-20b",
@@ -29,6 +31,8 @@ pub const DECODERS: [&str; 9] = [
     "qwen2.5-0.5b",
     "llama-8b",
     "qwen3-4b",
+    "gemma-3-1b",
+    "phi-4-mini",
 ];
 
 /// Training of a language model.
@@ -38,7 +42,13 @@ pub(super) struct TrainSize {
     pub(super) label: &'static str,
     pub(super) recipe: Recipe,
     pub(super) vocab_size: usize,
+    /// The model, if the recipe has no settings for its shape.
+    pub(super) config: Option<TransformerConfig>,
 }
+
+/// For models of their own shape.
+const LARGE_ROWS: &[(&str, &str)] =
+    &[("batch_size", "4"), ("seq_length", "2048"), ("accumulation", "1"), ("precision", "bf16")];
 
 /// A named language model to train.
 pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
@@ -91,10 +101,13 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
             "train",
             "6 layers of 256, V=8192",
         ),
+        "gemma-3-1b" => ("llama-15m", LARGE_ROWS, 262_144, "train step", "gemma 3 1b"),
+        "phi-4-mini" => ("llama-15m", LARGE_ROWS, 200_064, "train step", "phi 4 mini"),
         _ => return Err(unknown("train", name, &TRAINERS)),
     };
     let recipe = Recipe::shipped(recipe)?.with_all(settings.iter().copied().chain([("schedule", "constant")]))?;
-    Ok(TrainSize { what: what.into(), label, recipe, vocab_size })
+    let config = if settings == LARGE_ROWS { Some(decoder(name)?.0) } else { None };
+    Ok(TrainSize { what: what.into(), label, recipe, vocab_size, config })
 }
 
 /// A named decoder: its shape, and its dtype where the device supports it.
@@ -132,10 +145,54 @@ pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Fai
             let config = TransformerConfig::qwen3(151_936, 32_768, 2560, 36, 32, 128);
             Ok((config.with_n_kv_heads(8).with_d_ff(9728).with_tied_embeddings(true), FloatDType::BF16))
         }
+        "gemma-3-1b" => {
+            let config = TransformerConfig::gemma3(262_144, 32_768, 1152, 26, 4, 512);
+            Ok((config.with_head_dim(256).with_n_kv_heads(1).with_d_ff(6912), FloatDType::BF16))
+        }
+        // Three quarters of each head rotate.
+        "phi-4-mini" => {
+            let config = TransformerConfig::llama(200_064, 4096, 3072, 32, 24).with_n_kv_heads(8).with_d_ff(8192);
+            Ok((config.with_rotary_dim(Some(96)).with_tied_embeddings(true), FloatDType::BF16))
+        }
         _ => Err(unknown("decode", name, &DECODERS)),
     }
 }
 
 fn unknown(bench: &str, name: &str, known: &[&str]) -> Failure {
     Failure::usage(format!("--size {name}: bench {bench} knows {}", known.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_size_is_a_model_of_as_many_parameters_as_its_original() {
+        let parameters = |name: &str| {
+            let (config, _) = decoder(name).expect("a known size");
+            config.validate().expect("a valid config");
+            config.parameter_count() as f64 / 1e9
+        };
+        // In billions, as their authors count them.
+        for (name, wanted) in [
+            ("qwen3-0.6b", 0.596),
+            ("qwen3-4b", 4.022),
+            ("qwen3-30b-a3b", 30.53),
+            ("gpt-oss-20b", 20.91),
+            ("llama-1b", 1.236),
+            ("llama-8b", 8.030),
+            ("qwen2.5-0.5b", 0.494),
+            ("gemma-3-1b", 1.000),
+            ("phi-4-mini", 3.836),
+            ("gpt2-124m", 0.124),
+            ("llama-15m", 0.0152),
+        ] {
+            let own = parameters(name);
+            assert!((own / wanted - 1.0).abs() < 5e-3, "{name}: {own} billion parameters instead of {wanted}");
+        }
+        for name in TRAINERS {
+            assert!(name == "intent-slot" || trainer(name).is_ok(), "{name}");
+        }
+        DECODERS.iter().for_each(|name| assert!(parameters(name) > 0.0));
+    }
 }

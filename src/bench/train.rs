@@ -71,12 +71,15 @@ fn named(case: &str, options: &BenchOptions) -> String {
 
 /// Training speed and, where the device reports it, peak memory.
 fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Vec<Measurement>, Failure> {
-    let TrainSize { what, label, recipe, vocab_size } = size;
+    let TrainSize { what, label, recipe, vocab_size, config } = size;
     let recipe = asked(recipe, options)?;
     let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
     let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
     let batches = (0..8).map(|step| task.batch(&recipe.training, step)).collect::<Result<Vec<Batch>, _>>()?;
-    let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
+    let mut trainer = match config {
+        Some(config) => Trainer::<B>::with_model(&recipe, task, config.init(1, device)?, device.clone())?,
+        None => Trainer::<B>::new(&recipe, task, device.clone())?,
+    };
     let mut batches = batches.iter().cycle();
     let mut last = None;
     let seconds = seconds::<B, ()>(device, options.repeats, || {
@@ -188,6 +191,7 @@ fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
         marks: Vec::new(),
         // As the recipe has them.
         words: (0..WORDS).map(word).collect(),
+        intent_slots: Default::default(),
     };
     // [CLS] and [SEP] surround the words.
     let mut utterance = || Utterance {

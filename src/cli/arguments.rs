@@ -19,8 +19,8 @@ pub(super) struct RunArgs {
     /// Backend to run on [default: the fastest that is built in and has a device on this machine]
     #[arg(long)]
     pub(super) backend: Option<BackendName>,
-    /// Override a setting of the recipe; in every command, kernels=reference turns fused kernels
-    /// off
+    /// Override a setting: of the recipe when training; in every command, kernels=reference turns
+    /// fused kernels off
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
     /// Print JSON, one object per line, on stdout; everything else goes to stderr

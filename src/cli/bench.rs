@@ -35,10 +35,7 @@ enum Benchmark {
 pub(super) struct BenchArgs {
     /// What to measure
     benchmark: Benchmark,
-    /// Named model and batch; may be repeated. train: gpt2-124m, shakespeare-char, llama-1b,
-    /// intent-slot, cpu-4x128, cpu-6x384, cpu-6x256. decode: qwen3-0.6b, qwen2.5-0.5b, llama-1b,
-    /// llama-15m, gpt2-124m, llama-8b, qwen3-4b, qwen3-30b-a3b, gpt-oss-20b
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help = size_help())]
     size: Vec<String>,
     /// Batch size [default: that of the named size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=65_536))]
@@ -46,7 +43,7 @@ pub(super) struct BenchArgs {
     /// Sequence length, or prompt length for prefill [default: that of the named size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     length: Option<u64>,
-    /// decode: position of the last timed token [default: 150]
+    /// decode: number of tokens in the KV cache when timing ends [default: 150]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(150..=1_048_576))]
     position: Option<u64>,
     /// Data type [default: that of the named size]
@@ -73,6 +70,12 @@ pub(super) struct BenchArgs {
     markdown: bool,
     #[command(flatten)]
     run: RunArgs,
+}
+
+/// Help of `--size`.
+fn size_help() -> String {
+    let [train, decode] = [fireclay::bench::TRAINERS.join(", "), fireclay::bench::DECODERS.join(", ")];
+    format!("Named model and batch; may be repeated. train: {train}. decode: {decode}")
 }
 
 /// Output formats of measurements.

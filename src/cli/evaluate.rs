@@ -25,14 +25,14 @@ pub(super) struct EvaluateArgs {
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     /// Evaluation data: text, JSON, CSV, TSV or Parquet, as a file or folder. For a classifier,
-    /// records with a text and a label field, of a folder with parts the part test
+    /// records with a text and a label field; of a folder with splits, the test split
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
     /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested
-    /// field [default: text; for a classifier, recognised]
+    /// field [default: text; for a classifier, detected automatically]
     #[arg(long, value_name = "NAME")]
     field: Option<String>,
-    /// For a classifier, the field or column that holds the label [default: recognised]
+    /// For a classifier, the field or column that holds the label [default: detected automatically]
     #[arg(long, value_name = "NAME")]
     label_field: Option<String>,
     /// Window length in tokens [default: the model's context, up to 1024]

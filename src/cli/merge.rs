@@ -20,17 +20,17 @@ pub(super) struct MergeArgs {
     /// Base model of the adapter: folder, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Adapter folder: from PEFT, or a run with adapter=lora
+    /// Adapter folder: from PEFT, or a run folder of LoRA training
     #[arg(long, value_name = "DIR")]
     adapter: PathBuf,
     /// Output folder for the merged model, a plain model folder
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Held-out text: reports what merging costs, as the divergence of the merged model's
-    /// predictions in several precisions
+    /// Held-out text: reports the KL divergence of the merged model, in several precisions, from
+    /// the base model with the adapter
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// JSON field, or CSV, TSV or Parquet column, with the document; A.B for a nested one
+    /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
     #[arg(long, value_name = "NAME", default_value = "text", requires = "data")]
     field: String,
     #[command(flatten)]

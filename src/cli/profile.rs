@@ -32,7 +32,7 @@ struct ProfileArgs {
     /// Number of steps (train), tokens (generate) or batches (predict) to record
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
-    /// Number of them before recording starts
+    /// Number of warm-up steps, tokens or batches before recording starts
     #[arg(long, value_name = "N", default_value_t = 10)]
     warm_up: u64,
     /// Peak matrix-multiplication throughput of the device [default: the datasheet's]

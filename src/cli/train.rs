@@ -13,7 +13,7 @@ use fireclay::download::show_fetching;
 use fireclay::inference::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay::recipe::TaskName;
-use fireclay::recipe::{Recipe, RecipeRequest};
+use fireclay::recipe::{Recipe, RecipeRequest, shipped_names};
 use fireclay::runs::{Comparison, Run};
 use fireclay::stdout;
 use fireclay::training::parallel::{Launch, Ranks, Start};
@@ -26,9 +26,7 @@ use super::signals::{pass_signals_on, signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
-    /// Recipe file, or a built-in recipe [default: stories]: stories, shakespeare-char-cpu,
-    /// shakespeare-char-gpu, gpt2-124m, llama-15m, masked, chat-lora, chat-full, home, intent-slot,
-    /// classify, classify-tune
+    #[arg(help = format!("Recipe file, or a built-in recipe [default: stories]: {}", shipped_names().collect::<Vec<_>>().join(", ")))]
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
@@ -41,13 +39,13 @@ pub(super) struct TrainArgs {
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// JSON field, or CSV, TSV or Parquet column, that holds the text; A.B for a nested field
-    /// [default: the recipe's, or text; for classify, recognised]
+    /// [default: the recipe's, or text; for classify, detected automatically]
     #[arg(long, value_name = "NAME", conflicts_with = "resume")]
     field: Option<String>,
     /// Initialize from this model: folder, .gguf file, or name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
     init: Option<PathBuf>,
-    /// Output folder [default: runs/NAME]
+    /// Output folder [default: runs/NAME, named after the data or the recipe]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Total number of optimizer steps, those before --resume included [default: the recipe's]

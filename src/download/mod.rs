@@ -18,6 +18,7 @@ use sha2::{Digest, Sha256};
 
 use crate::failure::Failure;
 use crate::progress::Line;
+use crate::run_folder::{checkpoints, model_file};
 
 mod client;
 mod gguf;
@@ -79,6 +80,16 @@ pub enum DownloadError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The folder holds a run that stopped before it saved a model.
+    #[error(
+        "{folder} holds a run stopped at step {step}, before its first model was saved: continue it with `fireclay train --resume --out {folder}`"
+    )]
+    Unfinished {
+        /// The run's folder.
+        folder: PathBuf,
+        /// The step of its last checkpoint.
+        step: u64,
+    },
 }
 
 impl From<DownloadError> for Failure {
@@ -93,12 +104,17 @@ impl From<DownloadError> for Failure {
 /// first of its parts.
 ///
 /// # Errors
-/// If files are missing and the hub cannot be reached or does not provide them, or the cache cannot
-/// be written.
+/// If files are missing and the hub cannot be reached or does not provide them, the cache cannot
+/// be written, or the folder holds a run that stopped before it saved a model.
 pub fn model_folder(model: &Path, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
     match HubModel::parse(model) {
         Some(wanted) if !model.exists() => Hub::new(wanted, |name| std::env::var_os(name))?.fetch(progress),
-        _ => Ok(model.to_path_buf()),
+        _ => match checkpoints(model).last() {
+            Some((step, _)) if model_file(model).is_none() => {
+                Err(DownloadError::Unfinished { folder: model.to_path_buf(), step: *step })
+            }
+            _ => Ok(model.to_path_buf()),
+        },
     }
 }
 

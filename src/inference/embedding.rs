@@ -11,7 +11,8 @@ use fireclay_model::{AttentionDirection, ModelFolder, Tokens, Transformer};
 use serde_json::Value;
 
 use crate::failure::Failure;
-use crate::model_folder::{tokenizer, warn_of_config};
+use crate::inference::text_encoder::{EncodedText, TextEncoder};
+use crate::model_folder::warn_of_config;
 use crate::precision::Precision;
 
 /// Inputs per forward pass.
@@ -29,7 +30,7 @@ enum Pooling {
 /// An encoder with its tokenizer.
 pub struct Embedder<B: Backend> {
     model: Transformer<B>,
-    tokenizer: Tokenizer,
+    texts: TextEncoder,
     pooling: Pooling,
     device: B::Device,
 }
@@ -54,8 +55,7 @@ impl<B: Backend> Embedder<B> {
         if model.config().attention == AttentionDirection::Causal {
             return Err(Failure::new(format!("{}: not an encoder: it has no embeddings", folder.display())));
         }
-        let tokenizer = tokenizer(folder)?;
-        Ok(Self { model, tokenizer, pooling: pooling(folder)?, device })
+        Ok(Self { model, texts: TextEncoder::open(folder)?, pooling: pooling(folder)?, device })
     }
 
     /// The model.
@@ -65,18 +65,25 @@ impl<B: Backend> Embedder<B> {
 
     /// Its tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
+        self.texts.tokenizer()
     }
 
-    /// An embedding of `d_model` elements per input; inputs are tokens from
-    /// [`Tokenizer::encode_prompt`].
+    /// What encodes its texts.
+    pub fn texts(&self) -> &TextEncoder {
+        &self.texts
+    }
+
+    /// An embedding of `d_model` elements per input, from [`TextEncoder::encode`].
     ///
     /// # Errors
-    /// If an input has no tokens, more than the model's context, or unknown ones, or the device
-    /// fails.
-    pub fn embed(&self, inputs: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Failure> {
+    /// If an input has no tokens, more than the model's context, unknown ones, or no types although
+    /// the model's words have types, or the device fails.
+    pub fn embed(&self, inputs: &[EncodedText]) -> Result<Vec<Vec<f32>>, Failure> {
         let (context, known) = (self.model.config().context_length, self.model.config().vocab_size);
-        for text in inputs {
+        for EncodedText { ids: text, types } in inputs {
+            if types.is_empty() {
+                self.texts.takes_ids()?;
+            }
             if text.is_empty() || text.len() > context {
                 let length = text.len();
                 return Err(Failure::usage(format!("an input has {length} tokens; the model accepts 1 to {context}")));
@@ -87,10 +94,10 @@ impl<B: Backend> Embedder<B> {
         }
         // Batch inputs of similar length.
         let mut order: Vec<usize> = (0..inputs.len()).collect();
-        order.sort_by_key(|text| inputs[*text].len());
+        order.sort_by_key(|text| inputs[*text].ids.len());
         let mut embeddings = vec![Vec::new(); inputs.len()];
         for batch in order.chunks(BATCH_SIZE) {
-            let rows: Vec<&[u32]> = batch.iter().map(|text| &inputs[*text][..]).collect();
+            let rows: Vec<&EncodedText> = batch.iter().map(|text| &inputs[*text]).collect();
             for (text, embedding) in batch.iter().zip(self.pass(&rows)?) {
                 embeddings[*text] = embedding;
             }
@@ -98,22 +105,30 @@ impl<B: Backend> Embedder<B> {
         Ok(embeddings)
     }
 
-    fn pass(&self, inputs: &[&[u32]]) -> Result<Vec<Vec<f32>>, Failure> {
-        let (rows, longest) = (inputs.len(), inputs.iter().map(|text| text.len()).max().unwrap_or(0));
+    fn pass(&self, inputs: &[&EncodedText]) -> Result<Vec<Vec<f32>>, Failure> {
+        let (rows, longest) = (inputs.len(), inputs.iter().map(|text| text.ids.len()).max().unwrap_or(0));
         // Padding is neither attended to nor counted.
-        let place = |text: &&[u32], at: usize| text.get(at).map_or(0, |token| *token as i32);
-        let ids: Vec<i32> = inputs.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
-        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, longest]), &self.device);
-        let lengths: Vec<i32> = inputs.iter().map(|text| text.len() as i32).collect();
+        let padded = |part: fn(&EncodedText) -> &[u32]| {
+            let place = |text: &&EncodedText, at: usize| part(text).get(at).map_or(0, |value| *value as i32);
+            let values: Vec<i32> = inputs.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
+            Tensor::<B, 2, Int>::from_data(TensorData::new(values, [rows, longest]), &self.device)
+        };
+        let lengths: Vec<i32> = inputs.iter().map(|text| text.ids.len() as i32).collect();
         let lengths = Tensor::<B, 1, Int>::from_data(TensorData::new(lengths, [rows]), &self.device);
-        let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths)).cast(DType::F32);
+        let tokens = Tokens::from(padded(|text| &text.ids)).with_lengths(lengths);
+        let tokens = match self.texts.has_word_types() {
+            true => tokens.with_types(padded(|text| &text.types)),
+            false => tokens,
+        };
+        let hidden = self.model.forward(tokens).cast(DType::F32);
         let d_model = hidden.dims()[2];
         let pooled: Tensor<B, 2> = match self.pooling {
             Pooling::First => hidden.narrow(1, 0, 1).reshape([rows, d_model]),
             Pooling::Mean => {
-                let share = |text: &&[u32], at: usize| if at < text.len() { 1.0 / text.len() as f32 } else { 0.0 };
+                let share = |length: usize, at: usize| if at < length { 1.0 / length as f32 } else { 0.0 };
+                let lengths = inputs.iter().map(|text| text.ids.len());
                 let shares: Vec<f32> =
-                    inputs.iter().flat_map(|text| (0..longest).map(move |at| share(text, at))).collect();
+                    lengths.flat_map(|length| (0..longest).map(move |at| share(length, at))).collect();
                 let shares = TensorData::new(shares, [rows, longest, 1]);
                 (hidden * Tensor::from_data(shares, (&self.device, DType::F32))).sum_dim(1).reshape([rows, d_model])
             }

@@ -78,7 +78,8 @@ pub trait LoadedModel: Send {
     /// Hidden states `[rows, length, d_model]` after the last norm, in the dtype of activations.
     ///
     /// # Errors
-    /// As [`logits`](Self::logits), for any model.
+    /// As [`logits`](Self::logits), for any model but one whose words have types, which token ids do
+    /// not tell.
     fn hidden_states(&self, tokens: &TokenRows) -> Result<DeviceTensor, Failure>;
 
     /// Attention weights of each layer, f32 `[rows, n_heads, length, length]`.
@@ -196,6 +197,9 @@ impl<B: Backend> Loaded<B> {
 
     /// Checks the rows and uploads them.
     fn tokens(&self, TokenRows { ids, length }: &TokenRows) -> Result<Tokens<B>, Failure> {
+        if let Kind::Encoder(embedder) | Kind::Predictor { embedder, .. } = &self.kind {
+            embedder.texts().takes_ids().map_err(|failure| failure.about(&self.name))?;
+        }
         let (context, known) = (self.model().config().context_length, self.model().config().vocab_size);
         if *length == 0 || *length > context || ids.is_empty() {
             return Err(Failure::usage(format!("a row has {length} tokens; the model takes 1 to {context}")));
@@ -267,8 +271,8 @@ impl<B: Backend> LoadedModel for Loaded<B> {
         let (Kind::Encoder(embedder) | Kind::Predictor { embedder, .. }) = &self.kind else {
             return Err(Failure::new(format!("{}: not an encoder: it has no text embeddings", self.name)));
         };
-        let tokens = sentences.iter().map(|text| embedder.tokenizer().encode_prompt(text));
-        embedder.embed(&tokens.collect::<Result<Vec<_>, _>>()?)
+        let texts = sentences.iter().map(|text| embedder.texts().encode(text));
+        embedder.embed(&texts.collect::<Result<Vec<_>, _>>()?)
     }
 
     fn predict(&self, utterances: &[String]) -> Result<Vec<Prediction>, Failure> {

@@ -14,3 +14,4 @@ pub mod prediction;
 pub mod scoring;
 pub(crate) mod tagging;
 pub mod template;
+pub mod text_encoder;

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::classification::{Classifier, PredictedLabel};
-use crate::inference::tagging::{Predictions, heads, read_labels};
+use crate::inference::tagging::{Decoder, Predictions, heads, read_labels};
 use crate::model_folder::warn_of_config;
 use crate::precision::Precision;
 use crate::recipe::ModelSizes;
@@ -62,6 +62,7 @@ pub struct PredictedSpan {
 pub struct Predictor<B: Backend> {
     model: Transformer<B>,
     labels: Labels,
+    decoder: Decoder,
     pieces: PieceTokenizer,
     device: B::Device,
 }
@@ -99,7 +100,8 @@ impl<B: Backend> Predictor<B> {
         let pieces = PieceTokenizer::load(&folder.join(TOKENIZER))?;
         let sizes = ModelSizes::of_utterances(&labels, &pieces);
         sizes.fit(model.config()).map_err(|failure| failure.about(&shown.to_string()))?;
-        Ok(Self { model, labels, pieces, device })
+        let decoder = Decoder::of(&labels);
+        Ok(Self { model, labels, decoder, pieces, device })
     }
 
     /// The model.
@@ -120,22 +122,29 @@ impl<B: Backend> Predictor<B> {
         order.sort_by_key(|index| windows[*index].pieces.len());
 
         let mut intents = vec![vec![0.0; self.labels.intents.len()]; inputs.len()];
-        let mut tags: Vec<Vec<String>> = vec![Vec::new(); windows.len()];
+        let mut odds: Vec<Vec<Vec<f32>>> = vec![Vec::new(); windows.len()];
         for indices in order.chunks(BATCH_SIZE) {
             let batch: Vec<&Window<'_>> = indices.iter().map(|index| &windows[*index]).collect();
             let predictions = self.pass(&batch)?;
             for (row, (index, window)) in indices.iter().zip(batch).enumerate() {
-                tags[*index] = predictions.tags(row, &window.columns, &self.labels);
+                odds[*index] = predictions.tags(row, &window.columns).into_iter().map(<[f32]>::to_vec).collect();
                 // A text's parts vote, weighted by length.
-                let (_, odds) = predictions.intent(row);
-                let sums = intents[window.text].iter_mut().zip(odds);
+                let sums = intents[window.text].iter_mut().zip(predictions.intents(row));
                 sums.for_each(|(sum, odds)| *sum += f64::from(odds.exp()) * window.words.len() as f64);
             }
         }
 
-        let mut predictions =
-            intents.iter().map(|votes| self.intent(votes)).collect::<Result<Vec<Prediction>, Failure>>()?;
+        let mut predictions = Vec::with_capacity(inputs.len());
+        let (mut tags, mut read) = (Vec::with_capacity(windows.len()), 0);
+        for (text, votes) in intents.iter().enumerate() {
+            let parts = windows[read..].iter().take_while(|window| window.text == text).count();
+            let (prediction, of_text) = self.decoded(votes, &odds[read..read + parts])?;
+            predictions.push(prediction);
+            tags.extend(of_text);
+            read += parts;
+        }
         for (window, tags) in windows.iter().zip(tags) {
+            let tags: Vec<String> = tags.into_iter().map(|tag| self.labels.tag(tag)).collect();
             for span in spans(&tags) {
                 let (first, last) = (window.words[span.words.start], window.words[span.words.end - 1]);
                 let (start, end) = (first.start, last.end);
@@ -151,18 +160,20 @@ impl<B: Backend> Predictor<B> {
         Ok(predictions)
     }
 
-    /// The intent with the most votes.
-    fn intent(&self, votes: &[f64]) -> Result<Prediction, Failure> {
+    /// The intent of a text, and the tags of its parts, from the votes for the intents and the
+    /// log-probabilities of the tags.
+    fn decoded(&self, votes: &[f64], parts: &[Vec<Vec<f32>>]) -> Result<(Prediction, Vec<Vec<usize>>), Failure> {
         let all: f64 = votes.iter().sum();
         if !all.is_finite() {
             return Err(Failure::new("the model's output is not a number: its weights are damaged"));
         }
-        let best = votes.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).filter(|_| all > 0.0);
-        let (intent, probability) = match best {
-            Some((index, votes)) => (Some(self.labels.intents[index].clone()), votes / all),
-            None => (None, 0.0),
-        };
-        Ok(Prediction { intent, probability, ..Prediction::default() })
+        if parts.is_empty() {
+            return Ok((Prediction::default(), Vec::new()));
+        }
+        let intents: Vec<f64> = votes.iter().map(|votes| (votes / all).ln()).collect();
+        let (intent, tags) = self.decoder.decode(&intents, parts);
+        let (name, probability) = (self.labels.intents[intent].clone(), votes[intent] / all);
+        Ok((Prediction { intent: Some(name), probability, ..Prediction::default() }, tags))
     }
 
     /// The words of a text, in parts that fit the context. Unknown punctuation is dropped.

@@ -21,7 +21,7 @@ const LATE: u64 = 4096;
 /// What a verdict is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum VerdictKind {
-    /// An operation ran its reference instead of a fused kernel.
+    /// An operation ran its unfused reference instead of a fused kernel.
     Fallback,
     /// Data was copied between host and device.
     Copies,

@@ -68,9 +68,14 @@ impl Recipe {
             ("data", "word_types") => {
                 (self.task == IntentSlot && self.init.is_none(), "utterances (task intent-slot) and a new model")
             }
-            ("data", "pieces") | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_words") => {
+            ("data", "pieces" | "joint_decoding")
+            | ("training", "intent_weight" | "split_words" | "swap_values" | "hide_values" | "hide_words") => {
                 (self.task == IntentSlot, "utterances (task intent-slot)")
             }
+            ("training", "splice_values") => (
+                self.task == IntentSlot && training.swap_values > 0.0,
+                "utterances (task intent-slot) and training.swap_values above 0",
+            ),
             ("training", "decay_steps") => (training.schedule == ScheduleKind::Wsd, "training.schedule=wsd"),
             ("training", "min_learning_rate") => {
                 (training.schedule != ScheduleKind::Constant, "a schedule that decays, and not constant")
@@ -131,6 +136,8 @@ mod tests {
             ),
             ("stories", &[("word_types", "true")], "data.word_types has no effect: it needs utterances"),
             ("intent-slot", &[("init", "model"), ("word_types", "true")], "a new model"),
+            ("intent-slot", &[("swap_values", "0"), ("splice_values", "0.5")], "training.swap_values above 0"),
+            ("stories", &[("joint_decoding", "true")], "data.joint_decoding has no effect: it needs utterances"),
         ] {
             let message = refused(recipe, settings);
             assert!(message.contains(wanted), "{settings:?}: {message}");

@@ -9,6 +9,7 @@ pub mod schema;
 pub mod task;
 pub mod tuning;
 
+pub use parse::shipped_names;
 pub use request::RecipeRequest;
 pub use schedule::{Schedule, ScheduleKind};
 pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, Reduce, Shard, TrainingRecipe};

@@ -29,6 +29,11 @@ const SHIPPED: [(&str, &str); 14] = [
     ("classify-tune", include_str!("shipped/classify-tune.toml")),
 ];
 
+/// The names of the shipped recipes.
+pub fn shipped_names() -> impl Iterator<Item = &'static str> {
+    SHIPPED.iter().map(|(name, _)| *name)
+}
+
 impl Recipe {
     /// A shipped recipe by name.
     ///
@@ -38,8 +43,7 @@ impl Recipe {
         match SHIPPED.iter().find(|(known, _)| *known == name) {
             Some((_, text)) => Self::parse(text, name),
             None => {
-                let known: Vec<&str> = SHIPPED.iter().map(|(known, _)| *known).collect();
-                let known = known.join(", ");
+                let known = shipped_names().collect::<Vec<_>>().join(", ");
                 Err(Failure::usage(format!("no recipe '{name}': neither a file nor a shipped recipe ({known})")))
             }
         }

@@ -89,6 +89,9 @@ pub struct DataRecipe {
     /// Whether each word that utterances of the training part have more than once has an embedding,
     /// next to those of its pieces, and all other words share one.
     pub word_types: bool,
+    /// Whether the intent and the slots of an utterance are decoded together: a slot costs something
+    /// with an intent that never has it in training.
+    pub joint_decoding: bool,
     /// Share of the data that is held out.
     pub holdout: f64,
     /// What is held out: the end of the data, or documents chosen at random.
@@ -135,6 +138,7 @@ impl Default for DataRecipe {
             bpe_size: 4096,
             pieces: 2000,
             word_types: false,
+            joint_decoding: false,
             holdout: 0.1,
             holdout_by: HoldoutBy::Tail,
             documents_apart: false,
@@ -229,6 +233,11 @@ pub struct TrainingRecipe {
     /// Share of slot values exchanged for another value of the same slot, in training on
     /// utterances.
     pub swap_values: f64,
+    /// Share of these values that are made from the beginning of one value and the end of another, in
+    /// slots that are open by their training values.
+    pub splice_values: f64,
+    /// Share of the values of such slots half of whose words are masked, in training on utterances.
+    pub hide_values: f64,
     /// Share of words masked, in training on utterances.
     pub hide_words: f64,
     /// `f32` or `bf16`.
@@ -288,6 +297,8 @@ impl Default for TrainingRecipe {
             intent_weight: 1.0,
             split_words: 0.0,
             swap_values: 0.0,
+            splice_values: 0.0,
+            hide_values: 0.0,
             hide_words: 0.0,
             precision: Precision::F32,
             shard: Shard::Optimizer,
@@ -380,6 +391,8 @@ impl Recipe {
             ("training.masked", training.masked),
             ("training.split_words", training.split_words),
             ("training.swap_values", training.swap_values),
+            ("training.splice_values", training.splice_values),
+            ("training.hide_values", training.hide_values),
             ("training.hide_words", training.hide_words),
             ("lora.lora_dropout", self.lora.lora_dropout),
         ];

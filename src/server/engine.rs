@@ -22,6 +22,7 @@ use crate::inference::generation::scheduler::{
 use crate::inference::language_model::shared_adapter;
 use crate::inference::prediction::{Prediction, Predictor};
 use crate::inference::scoring::{Pair, ScoreHead};
+use crate::inference::text_encoder::EncodedText;
 use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 use crate::run_folder::LABELS;
@@ -41,7 +42,7 @@ pub(super) enum Job {
     /// Generate a sequence.
     Generate(Box<GenerateJob>),
     /// Embed inputs, given as tokens.
-    Embed { inputs: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
+    Embed { inputs: Vec<EncodedText>, reply: Reply<Vec<Vec<f32>>> },
     /// Score pairs of inputs, with a model that has a score head.
     Score { pairs: Vec<Pair>, reply: Reply<Vec<f32>> },
     /// Predict intents and slots.

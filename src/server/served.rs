@@ -12,6 +12,7 @@ use crate::failure::Failure;
 use crate::inference::chat::ChatTemplate;
 use crate::inference::embedding::Embedder;
 use crate::inference::generation::Generator;
+use crate::inference::text_encoder::TextEncoder;
 
 /// The served model.
 pub(super) enum Served {
@@ -96,6 +97,8 @@ pub(super) fn begins(tokenizer: &Tokenizer) -> Option<u32> {
 /// An encoder.
 pub(super) struct ServedEncoder {
     pub(super) tokenizer: Tokenizer,
+    /// What encodes texts for embeddings.
+    pub(super) texts: TextEncoder,
     /// Maximum tokens of an input.
     pub(super) context: usize,
     pub(super) vocabulary: usize,
@@ -112,6 +115,7 @@ impl ServedEncoder {
         let config = embedder.model().config();
         Self {
             tokenizer: embedder.tokenizer().clone(),
+            texts: embedder.texts().clone(),
             context: config.context_length,
             vocabulary: config.vocab_size,
             width: config.d_model,

@@ -18,7 +18,7 @@ use super::scores::{ClassificationReport, Prediction, TrainedValues};
 use super::validation::{Validation, ValidationOutput};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::inference::tagging::{Predictions, heads, read_labels};
+use crate::inference::tagging::{Decoder, Predictions, heads, read_labels};
 use crate::recipe::{ModelSizes, Recipe, TrainingRecipe};
 use crate::run_folder::{LABELS, TOKENIZER, write_atomic};
 
@@ -88,6 +88,7 @@ impl IntentSlot {
                 _ => labels,
             },
         };
+        let labels = if recipe.data.joint_decoding { labels.with_intent_slots(&utterances.train) } else { labels };
         Self::new(utterances, labels, pieces, recipe.training.seq_length)
     }
 
@@ -120,9 +121,17 @@ impl IntentSlot {
             0 => String::new(),
             words => format!(" and of {words} words that occur more than once"),
         };
+        let open: Vec<String> = self.train.open_slots().into_iter().map(|tag| self.labels.tag(tag)).collect();
+        let open: Vec<&str> = open.iter().filter_map(|tag| tag.strip_prefix("B-")).collect();
+        let splices = training.splice_values > 0.0 && training.swap_values > 0.0;
+        let open = match (open.len(), splices || training.hide_values > 0.0) {
+            (_, false) => String::new(),
+            (0, true) => ", none of them open".to_string(),
+            (number, true) => format!(", {number} of them open ({}), whose values are varied,", open.join(", ")),
+        };
         format!(
-            "vocabulary of {known} pieces{words}; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} \
-             steps of {rows} utterances"
+            "vocabulary of {known} pieces{words}; {intents} intents, {slots} slots{open} in {count} utterances{cut}; \
+             {steps} steps of {rows} utterances"
         )
     }
 
@@ -156,8 +165,8 @@ impl IntentSlot {
     }
 
     pub(crate) fn batch(&self, training: &TrainingRecipe, key: BatchKey, rows: usize) -> UtteranceBatch {
-        let TrainingRecipe { split_words, swap_values, hide_words, .. } = *training;
-        self.train.batch(key, rows, Variation { split_words, swap_values, hide_words })
+        let TrainingRecipe { split_words, swap_values, splice_values, hide_values, hide_words, .. } = *training;
+        self.train.batch(key, rows, Variation { split_words, swap_values, splice_values, hide_values, hide_words })
     }
 
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
@@ -276,6 +285,7 @@ pub(crate) fn loss_by<B: Backend>(
 /// Predictions for utterances, collected batch by batch.
 struct PredictedTags<'a> {
     labels: &'a Labels,
+    decoder: Decoder,
     encoded: &'a EncodedUtterances,
     found: Vec<Prediction>,
 }
@@ -283,15 +293,16 @@ struct PredictedTags<'a> {
 impl<'a> PredictedTags<'a> {
     fn new(labels: &'a Labels, encoded: &'a EncodedUtterances) -> Self {
         let nothing = Prediction { intent: String::new(), tags: Vec::new() };
-        Self { labels, encoded, found: vec![nothing; encoded.len()] }
+        Self { labels, decoder: Decoder::of(labels), encoded, found: vec![nothing; encoded.len()] }
     }
 
     fn read<B: Backend>(&mut self, indices: &[usize], logits: (Tensor<B, 2>, Tensor<B, 3>)) -> Result<(), Failure> {
         let rows = Predictions::read(logits)?;
         for (row, index) in indices.iter().enumerate() {
-            let columns = self.encoded.word_columns(*index);
-            let tags = rows.tags(row, columns, self.labels);
-            let (intent, _) = rows.intent(row);
+            let words = rows.tags(row, self.encoded.word_columns(*index));
+            let intents: Vec<f64> = rows.intents(row).iter().map(|odds| f64::from(*odds)).collect();
+            let (intent, tags) = self.decoder.decode(&intents, &[words]);
+            let tags = tags.into_iter().flatten().map(|tag| self.labels.tag(tag)).collect();
             self.found[*index] = Prediction { intent: self.labels.intents[intent].clone(), tags };
         }
         Ok(())

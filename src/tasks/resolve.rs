@@ -14,6 +14,7 @@ use fireclay_model::{
 use super::Task;
 use crate::download::{FileProgress, dataset_folder, model_folder};
 use crate::failure::Failure;
+use crate::inference::text_encoder::word_types;
 use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
 use crate::recipe::{AdapterKind, BaseKind, EMBEDDED, LoraRecipe, ModelSizes, Recipe, TaskName, TrainingRecipe};
@@ -67,6 +68,13 @@ impl Recipe {
                 let shown = folder.display();
                 return Err(Failure::usage(format!("training.{name} has no effect: {shown} has no experts")));
             }
+        }
+        if self.task != TaskName::IntentSlot && word_types(folder)?.is_some() {
+            let shown = folder.display();
+            return Err(Failure::usage(format!(
+                "{shown}: its words have types (labels.json), which only the task intent-slot reads: initialize from \
+                 another model"
+            )));
         }
         let config = config.with_intents(intents).with_tags(tags).with_classifier(classifier);
         let shown = folder.display().to_string();

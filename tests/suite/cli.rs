@@ -376,6 +376,17 @@ fn a_damaged_checkpoint_is_named() {
 }
 
 #[test]
+fn a_run_without_a_model_yet_says_how_to_go_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = folder.path().join("run");
+    fs::create_dir_all(run.join("training/step-00000072")).expect("a writable folder");
+    let run = text(&run);
+    let go_on = &["step 72", "--resume --out", run];
+    assert_refused(&fireclay(&["generate", "--backend", "cpu", "--model", run, "--prompt", "a"]), 1, go_on);
+    assert_refused(&fireclay(&["export", "--model", run, "--gguf", "f16", "--out", "model.gguf"]), 1, go_on);
+}
+
+#[test]
 fn a_run_that_diverges_says_where_and_why() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use crate::adapters::with_values;
 use crate::backend_test;
 use crate::compare::values;
-use crate::golden::{folder, read};
+use crate::golden::{assert_near, folder, read};
 
 type Golden = HashMap<String, (Vec<usize>, Vec<f32>)>;
 
@@ -58,11 +58,9 @@ backend_test!(losses_gradients_and_rewards_are_those_of_trl::<B>(device) {
             let (got, rewards) =
                 loss_by(&model, &reference, &batch, &recipe(loss), 3, &device, |tokens| model.forward(tokens));
             let wanted = golden[&format!("{loss}.loss")].1[0];
-            let off = (values(&got.clone().inner())[0] - wanted).abs();
-            assert!(off < 1e-5 * wanted.max(1.0), "{loss} is {off} off {wanted}");
-            for (own, wanted) in values(&rewards.inner()).iter().zip(&golden[&format!("{loss}.rewards")].1) {
-                assert!((own - wanted).abs() < 1e-5, "{loss}: a reward of {own} instead of {wanted}");
-            }
+            assert_near::<B>(loss, &values(&got.clone().inner()), &[wanted], 1e-5 * wanted.max(1.0), &device);
+            let wanted = &golden[&format!("{loss}.rewards")].1;
+            assert_near::<B>(&format!("{loss}: rewards"), &values(&rewards.inner()), wanted, 1e-5, &device);
             let gradients = backward(got, None);
             let trained = trained_parameters(&model);
             let gradients = ParameterGradients::take(&model, gradients).into_inner();
@@ -80,8 +78,7 @@ backend_test!(losses_gradients_and_rewards_are_those_of_trl::<B>(device) {
                 let (own, got) = &ours[key];
                 assert_eq!(own, shape, "{loss}: {key}");
                 let scale = wanted.iter().fold(0f32, |most, value| most.max(value.abs()));
-                let off = got.iter().zip(wanted).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-                assert!(off < 1e-5 * scale.max(1.0), "{loss}: {key} is {off} off, of {scale}");
+                assert_near::<B>(&format!("{loss}: {key}"), got, wanted, 1e-5 * scale.max(1.0), &device);
             }
         }
     }

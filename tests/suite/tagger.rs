@@ -6,8 +6,11 @@ use std::path::Path;
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::{Int, Tensor, TensorData, activation};
+use fireclay::backend::{OnBackend as _, RunContext};
+use fireclay::inference::embedding::Embedder;
+use fireclay::inference::loaded::{ModelToLoad, TokenRows};
 use fireclay::inference::prediction::Predictor;
-use fireclay::precision::Precision;
+use fireclay::precision::{CachePrecision, Precision};
 use fireclay::training::optim::ParameterGradients;
 use fireclay_datasets::{Labels, PieceTokenizer};
 use fireclay_kernels::HeadLossOptions;
@@ -102,6 +105,12 @@ fn a_run_with_types_of_words_goes_on_to_the_same_bytes_and_gives_them_to_the_nex
     let refused = ["--init", text(&whole), "--out", text(&fresh), "--set", "word_types=false", "--plain"];
     assert_refused(&train(&[&SMALL[6..], &refused].concat()), 2, &["word_types", "new model"]);
 
+    let refused =
+        ["--task", "masked", "--init", text(&whole), "--data", "stories.txt", "--out", text(&fresh), "--plain"];
+    fs::write(folder.path().join("stories.txt"), "the clay is dry. ".repeat(400)).expect("a writable folder");
+    let masked = crate::cli::program().current_dir(folder.path()).arg("train").args(refused).output();
+    assert_refused(&masked.expect("a program"), 2, &["words have types", "intent-slot"]);
+
     let (file, whole) = (whole.join("labels.json"), text(&whole).to_owned());
     let mut other: Labels = serde_json::from_str(&fs::read_to_string(&file).expect("labels")).expect("JSON");
     other.words.pop();
@@ -147,3 +156,94 @@ backend_test!(a_prediction_gives_words_the_types_of_training::<B>(device) {
     assert_eq!(labels.word_type("quxly"), 1);
     assert!(labels.word_type("River") > 1);
 });
+
+backend_test!(an_embedding_gives_words_the_types_of_training::<B>(device) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let strong = ["--set", "learning_rate=0.02", "--set", "warmup_steps=0", "--set", "init_deviation=0.3"];
+    names(folder.path(), "6", &strong);
+    let model = ModelFolder::new(folder.path()).load::<B>(&device)?;
+    let predicted = Predictor::<B>::open(folder.path(), Precision::F32, device.clone())?;
+    let labels = fs::read_to_string(folder.path().join("labels.json")).expect("labels");
+    let labels: Labels = serde_json::from_str(&labels).expect("JSON");
+    let pieces = PieceTokenizer::load(&folder.path().join("tokenizer.json")).expect("a tokenizer");
+    let of_predictor = Embedder::of(predicted.model().clone(), folder.path(), device.clone())?;
+    for embedder in [of_predictor, Embedder::<B>::open(folder.path(), Precision::F32, device.clone())?] {
+        // Noise is dropped, as in predictions, and rows of different lengths are padded.
+        let said = ["show the quxly river", "River!", "quxly quxly's quxly"];
+        let encoded = said.iter().map(|said| embedder.texts().encode(said)).collect::<Result<Vec<_>, _>>()?;
+        let embeddings = embedder.embed(&encoded)?;
+        for ((said, encoded), embedding) in said.iter().zip(&encoded).zip(embeddings) {
+            let (mut ids, mut types) = (vec![pieces.cls() as i32], vec![0]);
+            for word in said.trim_end_matches('!').split(' ') {
+                types.push(labels.word_type(word) as i32);
+                ids.extend(pieces.word(word).into_iter().map(|piece| piece as i32));
+                types.resize(ids.len(), 0);
+            }
+            ids.extend(pieces.sep().map(|sep| sep as i32));
+            types.resize(ids.len(), 0);
+            assert_eq!(encoded.ids.iter().map(|id| *id as i32).collect::<Vec<_>>(), ids, "{said}");
+            let mean = |types: &[i32]| -> Vec<f32> {
+                let row = |row: &[i32]| {
+                    Tensor::<B, 2, Int>::from_data(TensorData::new(row.to_vec(), [1, row.len()]), &device)
+                };
+                let hidden = values(&model.forward(Tokens::from(row(&ids)).with_types(row(types))));
+                let d_model = hidden.len() / ids.len();
+                let sums: Vec<f64> = (0..d_model)
+                    .map(|at| hidden.iter().skip(at).step_by(d_model).map(|value| f64::from(*value)).sum())
+                    .collect();
+                let length = sums.iter().map(|sum| sum * sum).sum::<f64>().sqrt();
+                sums.iter().map(|sum| (sum / length) as f32).collect()
+            };
+            assert_near::<B>(said, &embedding, &mean(&types), 1e-5, &device);
+            let untyped = mean(&vec![0; ids.len()]);
+            let apart = embedding.iter().zip(&untyped).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(apart > 1e-2, "{said}: types matter by {apart} only");
+        }
+        let refused = embedder.embed(&[encoded[0].ids.clone().into()]).expect_err("ids have no types");
+        assert!(refused.exit_code() == 2 && refused.to_string().contains("words of this model have types"), "{refused}");
+    }
+    let (model, cache) = (folder.path().to_path_buf(), CachePrecision::Auto);
+    let loaded = ModelToLoad { model, precision: Precision::F32, cache }.run(RunContext::<B>::only(device.clone()))?;
+    assert!(loaded.embed(&["show the river".into()])?[0].iter().all(|value| value.is_finite()));
+    let rows = TokenRows { ids: vec![2, 7, 3], length: 3 };
+    let states = loaded.hidden_states(&rows).err().map(|failure| failure.to_string());
+    let attention = loaded.attention(&rows).err().map(|failure| failure.to_string());
+    for refused in [states, attention] {
+        assert!(refused.as_ref().is_some_and(|refused| refused.contains("have types")), "{refused:?}");
+    }
+});
+
+#[test]
+fn a_prediction_weighs_intent_and_slots_together() {
+    let folder = tempfile::tempdir().expect("a folder");
+    names(folder.path(), "60", &["--set", "learning_rate=0.02", "--set", "warmup_steps=0"]);
+    let file = folder.path().join("labels.json");
+    let mut labels: Labels = serde_json::from_str(&fs::read_to_string(&file).expect("labels")).expect("JSON");
+    let of_visits = &labels.intent_slots["visit"].slots;
+    assert!(of_visits["town"] > 0 && !of_visits.contains_key("work"));
+    assert_eq!(labels.intent_slots.values().map(|of_intent| of_intent.utterances).sum::<usize>(), 3000);
+    let predicted = |labels: &Labels| {
+        fs::write(&file, serde_json::to_string(labels).expect("JSON")).expect("a writable folder");
+        let predictor = Predictor::<burn::backend::NdArray>::open(folder.path(), Precision::F32, Default::default())
+            .expect("a model");
+        let said = ["show the river", "find the old mill by anna"];
+        predictor.predict(&said).expect("predictions").remove(0)
+    };
+    let joint = predicted(&labels);
+    // One intent alone has any slots: the others cost more than they bring.
+    let mut moved = 0;
+    for intent in labels.intents.clone() {
+        for (name, of_intent) in &mut labels.intent_slots {
+            of_intent.utterances = 1 << 40;
+            let count = if *name == intent { 1 << 40 } else { 0 };
+            of_intent.slots = labels.slots.iter().map(|slot| (slot.clone(), count)).collect();
+        }
+        let prediction = predicted(&labels);
+        assert!(prediction.spans.is_empty() || prediction.intent.as_ref() == Some(&intent), "{prediction:?}");
+        moved += usize::from(!prediction.spans.is_empty() && prediction.intent != joint.intent);
+    }
+    assert!(moved > 0, "no intent follows the slots: {joint:?}");
+    labels.intent_slots.clear();
+    let apart = predicted(&labels);
+    assert!(!apart.spans.is_empty(), "{apart:?}");
+}

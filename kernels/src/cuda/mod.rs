@@ -38,6 +38,8 @@ use crate::rehearsal;
 pub(crate) const COMMON: &str = include_str!("include/common.cuh");
 /// Shared source of kernels for Hopper: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = concat!(include_str!("include/common.cuh"), include_str!("include/hopper.cuh"));
+/// The tile of GEMMs for Hopper, and its product.
+pub(crate) const GEMM: &str = include_str!("include/gemm.cuh");
 /// The largest logit and its token.
 pub(crate) const LARGEST: (&str, &str) = ("largest.cuh", include_str!("include/largest.cuh"));
 /// Numbers of [a dtype](dtype_number), or bytes, to f32 and back, and activations.

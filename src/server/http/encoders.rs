@@ -15,6 +15,7 @@ use super::fields::Fields;
 use super::generation::{named, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::failure::Failure;
+use crate::inference::text_encoder::EncodedText;
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
@@ -43,7 +44,7 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     })
     .await
     .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
-    let count: usize = inputs.iter().map(Vec::len).sum();
+    let count: usize = inputs.iter().map(|input| input.ids.len()).sum();
     caller.record.prompt(count, || given);
     let embeddings = ask(&shared, &caller, |reply| Job::Embed { inputs, reply }).await?;
     let told = |embedding: Vec<f32>| match (base64, shortened(embedding, dimensions)) {
@@ -121,18 +122,21 @@ pub(super) async fn ask<T>(
 }
 
 /// The inputs, each a string or tokens.
-fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, ApiError> {
+fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<EncodedText>, ApiError> {
     let wanted = format!("a string, tokens below {}, or an array of up to {MAX_INPUTS} of these", encoder.vocabulary);
     let wrong = || fields.wrong("input", &wanted);
     let token = |value: &Value| {
         let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
         token.filter(|token| (*token as usize) < encoder.vocabulary).ok_or_else(wrong)
     };
-    let given = |values: &[Value]| values.iter().map(token).collect::<Result<Vec<u32>, ApiError>>();
+    let refused = |failure: Failure| ApiError::param("input", failure.to_string());
+    let given = |values: &[Value]| {
+        encoder.texts.takes_ids().map_err(refused)?;
+        let ids = values.iter().map(token).collect::<Result<Vec<u32>, ApiError>>();
+        ids.map(EncodedText::from)
+    };
     let one = |value: &Value| match value {
-        Value::String(text) => {
-            encoder.tokenizer.encode_foreign_prompt(text).map_err(|error| ApiError::param("input", error.to_string()))
-        }
+        Value::String(text) => encoder.texts.encode_foreign(text).map_err(refused),
         Value::Array(values) => given(values),
         _ => Err(wrong()),
     };
@@ -144,9 +148,10 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, Api
         }
         _ => return Err(wrong()),
     };
-    match inputs.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
-        Some(text) => {
-            let message = format!("an input has {} tokens; the model accepts 1 to {}", text.len(), encoder.context);
+    let lengths = inputs.iter().map(|input| input.ids.len());
+    match lengths.into_iter().find(|length| *length == 0 || *length > encoder.context) {
+        Some(length) => {
+            let message = format!("an input has {length} tokens; the model accepts 1 to {}", encoder.context);
             Err(ApiError::param("input", message).with_code("context_length_exceeded"))
         }
         None => Ok(inputs),

@@ -100,8 +100,8 @@ async fn scored(
             fits(encoder, pair.0.len()).map(|()| pair)
         };
         let text = |text: &String| {
-            let tokens = encoder.tokenizer.encode_foreign_prompt(text).map_err(wrong)?;
-            fits(encoder, tokens.len()).map(|()| tokens)
+            let text = encoder.texts.encode_foreign(text).map_err(|failure| ApiError::request(failure.to_string()))?;
+            fits(encoder, text.ids.len()).map(|()| text)
         };
         Ok(match encoder.scores {
             true => (pairs.iter().map(pair).collect::<Result<Vec<_>, _>>()?, Vec::new()),
@@ -116,7 +116,7 @@ async fn scored(
     })
     .await
     .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
-    let tokens = of_pairs.iter().map(|(ids, _)| ids.len()).chain(of_texts.iter().map(Vec::len)).sum();
+    let tokens = of_pairs.iter().map(|(ids, _)| ids.len()).chain(of_texts.iter().map(|text| text.ids.len())).sum();
     caller.record.prompt(tokens, || given.clone());
     if !of_pairs.is_empty() {
         return Ok((ask(shared, caller, |reply| Job::Score { pairs: of_pairs, reply }).await?, tokens));

@@ -192,23 +192,45 @@ backend_test!(experts_with_many_tokens_match_dense_layers::<B>(device) {
     }
 });
 
+/// Output and gradients in half precision, compared with dense layers in f32, and computed again.
+fn assert_half_case<B: Backend>(case: Case, routing: Routing, device: &B::Device) {
+    let half = half_or_single::<B>(device);
+    let all = inputs::<B>(case, device).map(|x| x.cast(half));
+    let chosen = integers::<Autodiff<B>, 2>(routing.chosen(case), [case.tokens, case.k], device);
+    let ours = || with_gradients(&all, half, |i| experts_of(i, &chosen, case, true));
+    let (output, gradients) = ours();
+    let (wanted, wanted_gradients) =
+        with_gradients(&all, DType::F32, |i| plain_experts_of(i, &chosen, case, half, true));
+    let (again, gradients_again) = ours();
+    let what = format!("experts {case:?}, {routing:?}");
+    assert_close(&what, &output, &wanted, Tolerance::new(2e-2, half));
+    assert_close(&format!("{what}, again"), &again, &output, 0.0);
+    for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+        let what = format!("{what}, gradient of input {at}");
+        assert_close(&what, gradient, wanted, Tolerance::new(2e-2, half));
+        assert_close(&format!("{what}, again"), gradient, &gradients_again[at], 0.0);
+    }
+}
+
 backend_test!(experts_in_half_precision_are_close_to_dense_layers_and_repeat_their_bits::<B>(device) {
-    let half = half_or_single::<B>(&device);
     for sizes in [[5, 64, 32, 8, 2], [300, 136, 72, 4, 2]] {
-        let case = case(sizes, SWIGLU, None);
-        let all = inputs::<B>(case, &device).map(|x| x.cast(half));
-        let chosen = integers::<Autodiff<B>, 2>(Routing::Random.chosen(case), [case.tokens, case.k], &device);
-        let ours = || with_gradients(&all, half, |i| experts_of(i, &chosen, case, true));
-        let (output, gradients) = ours();
-        let (wanted, wanted_gradients) =
-            with_gradients(&all, DType::F32, |i| plain_experts_of(i, &chosen, case, half, true));
-        let (again, gradients_again) = ours();
-        assert_close("experts", &output, &wanted, Tolerance::new(2e-2, half));
-        assert_close("experts again", &again, &output, 0.0);
-        for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
-            assert_close(&format!("experts, gradient of input {at}"), gradient, wanted, Tolerance::new(2e-2, half));
-            assert_close("a gradient again", gradient, &gradients_again[at], 0.0);
-        }
+        assert_half_case::<B>(case(sizes, SWIGLU, None), Routing::Random, &device);
+    }
+});
+
+backend_test!(experts_of_few_and_many_rows_in_half_precision_are_close_to_dense_layers::<B>(device) {
+    // Hopper's tiles have 256 rows, 128 of a block, 64 of a consumer, and 64 of the inner dimension: an
+    // expert with all tokens, others with none, tails of each, and more columns than one tile has.
+    let quick = Activation { kind: ActivationKind::QuickGelu, gated: true };
+    for (sizes, activation, limit, routing) in [
+        ([390, 72, 136, 3, 1], Activation::plain(ActivationKind::GeluTanh), None, Routing::One),
+        ([330, 64, 200, 5, 2], quick, Some(1.5), Routing::Random),
+        ([150, 264, 24, 3, 2], SWIGLU, None, Routing::Beyond),
+        ([130, 80, 40, 40, 3], Activation::plain(ActivationKind::Relu), None, Routing::Random),
+        // This one has no number in the kernels.
+        ([70, 72, 64, 4, 2], Activation::plain(ActivationKind::ReluSquared), None, Routing::Random),
+    ] {
+        assert_half_case::<B>(case(sizes, activation, limit), routing, &device);
     }
 });
 

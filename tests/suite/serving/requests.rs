@@ -247,6 +247,24 @@ fn documents_are_ranked_by_a_model_with_a_head_for_it() {
 }
 
 #[test]
+fn embeddings_of_an_encoder_whose_words_have_types_are_made_of_text() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = ["--data", "embedded:names", "--json", "--out", folder.path().to_str().expect("a path")];
+    crate::utterances::done_line(&crate::cli::train(&[&crate::utterances::SMALL[..], &data].concat()));
+    let server = Server::start(folder.path(), &[]);
+    let (status, answer) = server.post("/v1/embeddings", &json!({ "input": ["show the river", "river"] }));
+    assert_eq!((status, answer["data"].as_array().map(Vec::len)), (200, Some(2)), "{answer}");
+    for input in [json!([2, 7, 3]), json!([[2, 7, 3], [2, 3]])] {
+        let (status, answer) = server.post("/v1/embeddings", &json!({ "input": input }));
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!("input")), "{answer}");
+        assert!(answer["error"]["message"].as_str().is_some_and(|text| text.contains("have types")), "{answer}");
+    }
+    let (status, answer) = server.post("/v1/score", &json!({ "text_1": "river", "text_2": "river" }));
+    let score = answer["data"][0]["score"].as_f64().expect("a number");
+    assert!(status == 200 && (score - 1.0).abs() < 1e-3, "{answer}");
+}
+
+#[test]
 fn a_template_of_a_file_takes_the_place_of_the_models_own() {
     let folder = model_folder();
     let file = folder.path().join("other.jinja");

@@ -24,7 +24,7 @@ __device__ __forceinline__ float power_of_2(float x) {
     return value;
 }
 
-// An activation by its number: 0 is none, 1 GELU by tanh, 2 ReLU, 3 SiLU.
+// An activation by its number: 0 is none, 1 GELU by tanh, 2 ReLU, 3 SiLU, 4 x sigmoid(1.702 x).
 template <int KIND>
 __device__ __forceinline__ float activate(float x) {
     if (KIND == 0) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ float activate(float x) {
         return fmaxf(x, 0.0f);
     }
     // x sigmoid(y): of GELU, y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
-    float y = KIND == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : x;
+    float y = KIND == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : KIND == 4 ? 1.702f * x : x;
     return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
 }
 

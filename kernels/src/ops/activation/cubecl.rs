@@ -249,8 +249,9 @@ pub(crate) fn value<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind
     }
 }
 
+/// Its derivative.
 #[cube]
-fn slope<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector<f32, N> {
+pub(crate) fn slope<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0);
     match kind {
         ActivationKind::GeluErf => {

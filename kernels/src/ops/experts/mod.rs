@@ -18,11 +18,10 @@ mod cpu;
 #[cfg(feature = "cubecl")]
 mod cubecl;
 #[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
 mod few_rows;
 pub(crate) mod reference;
-
-#[cfg(feature = "cuda")]
-pub(crate) use self::few_rows::hopper_sources;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
@@ -35,6 +34,12 @@ use crate::mutation::{call, parts};
 use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
+
+/// The kernels of training and decoding in bf16: their names and sources.
+#[cfg(feature = "cuda")]
+pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
+    cuda::hopper_sources().chain(few_rows::hopper_sources())
+}
 
 /// The weights of all experts, one after another, and their activation.
 #[derive(Clone, Debug)]
@@ -72,6 +77,18 @@ impl Sizes {
     pub(crate) fn slots(&self) -> usize {
         self.tokens * self.k
     }
+}
+
+#[cfg(feature = "cubecl")]
+/// What a pass consists of.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only CUDA kernels ask"))]
+enum Pass {
+    /// Whether the first and second projections have biases; and whether what the activation gets is
+    /// saved.
+    Forward { biased: [bool; 2], activation: Activation, keeps: bool },
+    /// Whether there are earlier gradients of the projections.
+    Backward { adds: [bool; 2] },
 }
 
 impl<B: Backend> ExpertsLayer<B> {

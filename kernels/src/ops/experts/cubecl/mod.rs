@@ -1,9 +1,14 @@
 //! Mixtures of experts in CubeCL: slots are sorted by expert on the device, and tiles of rows of one
 //! expert multiply its matrix.
 
+mod between;
 mod choose;
+#[cfg(feature = "cuda")]
+pub(super) mod gather;
 mod product;
-mod sort;
+mod products;
+pub(super) mod sort;
+mod sums;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
@@ -12,28 +17,26 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
+use self::between::{Between, BetweenInputs, between};
 use self::choose::choose;
-use self::product::{CubeMatrix, Extra, grouped_outer, grouped_product};
-use self::sort::Order;
+use self::product::CubeMatrix;
+use self::products::Products;
+use self::sums::grouped_sums;
 #[cfg(feature = "cuda")]
 use super::few_rows::FewRows;
-use super::reference::bias_gradient;
 use super::{
     ChooseExperts, ExpertLoads, ExpertsBackward, ExpertsForward, ExpertsGradients, ExpertsLayer, ExpertsOps,
-    ExpertsOutput, Sizes, limited, limited_gradient, reference,
+    ExpertsOutput, Pass, Sizes, limited, reference,
 };
-use crate::checked::{Checked, clamp_index};
+use crate::checked::Checked;
 use crate::cubecl::{array, empty, grid, vector_width};
-use crate::ops::activation::{ActivateBackward, activate_backward, activate_rows};
+use crate::ops::activation::activate_rows;
 use crate::ops::weight::WeightOps;
 use crate::ops::weight::cubecl::cube_quantized;
 use crate::quant::{Reader, Weight};
-use crate::tensor::{float, primitive, rows_of};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
-/// Rows of a tile: few if experts have few rows each.
-const FEW_ROWS: usize = 16;
-const MANY_ROWS: usize = 64;
 
 impl<R, F, I, BT> ExpertsOps for CubeBackend<R, F, I, BT>
 where
@@ -46,20 +49,25 @@ where
         let operands = operands.into_inner();
         let sizes = operands.sizes();
         let ExpertsForward { x, chosen, weights, layer, keeps } = operands;
-        let (dtype, n_experts) = (x.dtype(), sizes.n_experts);
+        let dtype = x.dtype();
         #[cfg(feature = "cuda")]
         if !keeps && let Some(outputs) = of_few_rows(&x, &chosen, &weights, &layer, sizes) {
             return ExpertsOutput { output: float(combined(outputs, sizes.k)), inner: None };
         }
-        let order = sorted(chosen, sizes);
         let [up, down] = [layer.up, layer.down].map(|weight| cube_matrix(weight, dtype));
-        let bias = layer.up_bias.map(primitive);
-        let extra = Extra { bias, weights: None };
-        let inner = float(grouped_product(primitive(x), sizes.k, &order, (up, n_experts, false), extra));
+        let biases = [layer.up_bias, layer.down_bias].map(|bias| bias.map(primitive));
+        let pass =
+            Pass::Forward { biased: biases.each_ref().map(Option::is_some), activation: layer.activation, keeps };
+        let products = Products::of(primitive(x), chosen.into_primitive(), [up, down], sizes, pass);
+        let weights = primitive(weights);
+        if let Some((outputs, inner)) = products.fused(&weights, &biases, (layer.activation, layer.limit), keeps) {
+            return ExpertsOutput { output: float(combined(outputs, sizes.k)), inner: inner.map(float) };
+        }
+        let [up_bias, down_bias] = biases;
+        let inner = float(products.up(up_bias));
         let kept = keeps.then(|| Tensor::clone(&inner));
         let hidden = activate_rows::<Self>(limited(inner, layer.limit), layer.activation);
-        let extra = Extra { bias: layer.down_bias.map(primitive), weights: Some(primitive(weights)) };
-        let outputs = grouped_product(primitive(hidden), 1, &order, (down, n_experts, false), extra);
+        let outputs = products.down(primitive(hidden), down_bias, weights);
         ExpertsOutput { output: float(combined(outputs, sizes.k)), inner: kept }
     }
 
@@ -68,51 +76,41 @@ where
         let sizes = operands.sizes();
         let ExpertsBackward { grad, x, chosen, weights, inner, layer, wanted, sums } = operands;
         let Sizes { tokens, k, n_experts, .. } = sizes;
-        let (dtype, slots) = (x.dtype(), sizes.slots());
-        let experts = clamp_index(chosen.clone(), n_experts - 1).reshape([slots]);
-        let order = sorted(chosen, sizes);
+        let (dtype, weights_dtype) = (x.dtype(), weights.dtype());
         let [up, down] = [layer.up, layer.down].map(|weight| cube_matrix(weight, dtype));
-        let bounded = limited(inner.clone(), layer.limit);
-        let hidden = activate_rows::<Self>(bounded.clone(), layer.activation);
-        let none = || Extra { bias: None, weights: None };
+        let [up_sum, down_sum] = sums.map(|sum| sum.map(primitive));
+        let (grad, chosen, weights) = (primitive(grad), chosen.into_primitive(), primitive(weights));
+        let pass = Pass::Backward { adds: [up_sum.is_some(), down_sum.is_some()] };
+        let products = Products::of(primitive(x), chosen.clone(), [up, down], sizes, pass);
 
         // As if all weights were one: the gradient of a weight is what its expert's output, and so
         // its hidden row and bias, have in common with the gradient of the sum.
-        let d_hidden = grouped_product(primitive(grad.clone()), k, &order, (down, n_experts, true), none());
-        let d_hidden: Tensor<Self, 2> = float(d_hidden);
-        let common = |a: Tensor<Self, 2>, b: Tensor<Self, 2>| (a.cast(DType::F32) * b.cast(DType::F32)).sum_dim(1);
-        let mut d_weights = common(d_hidden.clone(), hidden.clone()).reshape([tokens, k]);
-        if let Some(bias) = &layer.down_bias {
-            let of_experts = rows_of(bias.clone().reshape([n_experts, sizes.d_model]), experts.clone());
-            let grad = grad.clone().reshape([tokens, 1, sizes.d_model]).expand([tokens, k, sizes.d_model]);
-            d_weights = d_weights + common(grad.reshape([slots, sizes.d_model]), of_experts).reshape([tokens, k]);
-        }
-        let own = weights.clone().reshape([slots, 1]).cast(dtype);
-        let operands = ActivateBackward { grad: d_hidden * own.clone(), x: bounded, activation: layer.activation };
-        let d_inner = limited_gradient(activate_backward::<Self>(Checked::new(operands)), inner, layer.limit);
-        let d_x = grouped_product(primitive(d_inner.clone()), 1, &order, (up, n_experts, true), none());
+        let grad_rows = products.rows(grad.clone());
+        let inputs = BetweenInputs {
+            d_hidden: products.d_hidden(&grad_rows),
+            inner: primitive(inner),
+            weights: weights.clone(),
+            bias: layer.down_bias.clone().map(|bias| [grad.clone(), primitive(bias)]),
+            chosen,
+        };
+        let Between { d_inner, hidden, d_weights } =
+            between(inputs, (layer.activation, layer.limit), n_experts, products.places());
+        let d_weights: Tensor<Self, 1> = float(d_weights);
 
         let [up_wanted, down_wanted] = wanted;
-        let [up_sum, down_sum] = sums.map(|sum| sum.map(primitive));
-        let up_bias = layer.up_bias.filter(|_| up_wanted.bias);
-        let up_bias = up_bias.map(|_| bias_gradient(&d_inner, &experts, n_experts));
-        let down_bias = layer.down_bias.filter(|_| down_wanted.bias).map(|_| {
-            let grad = grad.clone().reshape([tokens, 1, sizes.d_model]).expand([tokens, k, sizes.d_model]);
-            bias_gradient(&(grad.reshape([slots, sizes.d_model]) * own), &experts, n_experts)
+        let order = products.order();
+        let up_bias = layer.up_bias.filter(|_| up_wanted.bias).map(|_| {
+            let share = products.places().is_none().then_some(1);
+            float(grouped_sums((d_inner.clone(), share), None, order))
         });
-        let d_up = up_wanted
-            .weight
-            .then(|| float(grouped_outer((primitive(d_inner), 1), (primitive(x), k), None, &order, up_sum)));
-        let own = Some(primitive(weights.clone()));
-        let d_down = down_wanted
-            .weight
-            .then(|| float(grouped_outer((primitive(grad), k), (primitive(hidden), 1), own, &order, down_sum)));
+        let down_bias = layer.down_bias.filter(|_| down_wanted.bias);
+        let down_bias = down_bias.map(|_| float(grouped_sums((grad.clone(), Some(k)), Some(weights), order)));
         ExpertsGradients {
-            x: float(combined(d_x, k)),
-            weights: d_weights.cast(weights.dtype()),
-            up: d_up,
+            x: float(combined(products.d_x(&d_inner), k)),
+            weights: d_weights.reshape([tokens, k]).cast(weights_dtype),
+            up: up_wanted.weight.then(|| float(products.d_up(d_inner, up_sum))),
             up_bias,
-            down: d_down,
+            down: down_wanted.weight.then(|| float(products.d_down(&grad_rows, hidden, down_sum))),
             down_bias,
         }
     }
@@ -158,16 +156,6 @@ where
         down_bias: bias(&layer.down_bias),
     }
     .outputs(sizes)
-}
-
-/// The slots of `chosen`, sorted.
-fn sorted<R, B>(chosen: Tensor<B, 2, Int>, sizes: Sizes) -> Order<R>
-where
-    R: CubeRuntime,
-    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
-{
-    let few = sizes.slots() <= FEW_ROWS * sizes.n_experts;
-    Order::of(chosen.into_primitive(), sizes, if few { FEW_ROWS } else { MANY_ROWS })
 }
 
 /// A stack of matrices as kernels read it: as stored if they know the format, otherwise in `dtype`.

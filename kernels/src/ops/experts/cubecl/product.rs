@@ -66,8 +66,7 @@ pub(super) struct Extra<R: CubeRuntime> {
 /// For each slot the row `slot / share` of `x`, times the matrix of its expert, transposed unless
 /// `back`: `[slots, outputs]` in the dtype of `x`, in the order of slots.
 pub(super) fn grouped_product<R: CubeRuntime>(
-    x: CubeTensor<R>,
-    share: usize,
+    (x, share): (CubeTensor<R>, usize),
     order: &Order<R>,
     (matrix, n_experts, back): (CubeMatrix<R>, usize, bool),
     extra: Extra<R>,
@@ -169,12 +168,12 @@ fn grouped_product_kernel<F: Float, W: Float, V: Float, U: Float, NA: Size, NB: 
     if tile >= most_tiles {
         terminate!();
     }
-    let expert = tiles[(2 * tile) as usize];
+    let expert = tiles[(4 * tile) as usize];
     if expert >= n_experts {
         terminate!();
     }
     let first_column = CUBE_POS as u32 % across * COLUMNS;
-    let first = tiles[(2 * tile + 1) as usize];
+    let first = tiles[(4 * tile + 1) as usize];
     let end = starts[(expert + 1) as usize];
     let tile_rows = comptime!(16 * variant.rows);
 
@@ -344,13 +343,11 @@ fn multiply(
     }
 }
 
-/// Of each expert, over its slots, `grad^T * x` with the rows `slot / share` of each, and those of
-/// `grad` times the slots' `weights` if given: f32 `[n_experts * rows, columns]`, added to `sum` if
-/// given, in place if it is not shared.
+/// Of each expert, over its slots, `grad^T * x` with the rows `slot / share` of each: f32
+/// `[n_experts * rows, columns]`, added to `sum` if given, in place if it is not shared.
 pub(super) fn grouped_outer<R: CubeRuntime>(
     (grad, grad_share): (CubeTensor<R>, usize),
     (x, x_share): (CubeTensor<R>, usize),
-    weights: Option<CubeTensor<R>>,
     order: &Order<R>,
     sum: Option<CubeTensor<R>>,
 ) -> CubeTensor<R> {
@@ -364,8 +361,6 @@ pub(super) fn grouped_outer<R: CubeRuntime>(
         Some(sum) => contiguous(sum.copy()),
         None => empty(&grad, [n_experts * outputs, columns], DType::F32),
     };
-    let weighted = weights.is_some();
-    let weights = weights.map_or_else(|| grad.clone(), contiguous);
     let tiles = n_experts * outputs.div_ceil(COLUMNS as usize) * columns.div_ceil(COLUMNS as usize);
     // SAFETY: a cube writes its own tile of an expert's matrix, guarded by its sizes, and reads rows
     // of slots at columns that are guarded, too.
@@ -376,11 +371,10 @@ pub(super) fn grouped_outer<R: CubeRuntime>(
             grid(tiles),
             CubeDim::new_1d(UNITS),
             [],
-            [F = grad.dtype, G = x.dtype, U = weights.dtype],
+            [F = grad.dtype, G = x.dtype],
             [
                 grad: Array<grouped_outer_kernel::F> = array(&grad),
                 x: Array<grouped_outer_kernel::G> = array(&x),
-                weights: Array<grouped_outer_kernel::U> = array(&weights),
                 order: Array<u32> = array(&order.slots),
                 starts: Array<u32> = array(&order.starts),
                 out: Array<f32> = array(&out),
@@ -392,17 +386,16 @@ pub(super) fn grouped_outer<R: CubeRuntime>(
                 grad_share: u32 = grad_share as u32,
                 x_share: u32 = x_share as u32,
             ],
-            [weighted: bool = weighted, adds: bool = adds]
+            [adds: bool = adds]
         );
     }
     out
 }
 
 #[cube(launch_unchecked)]
-fn grouped_outer_kernel<F: Float, G: Float, U: Float>(
+fn grouped_outer_kernel<F: Float, G: Float>(
     grad: &Array<F>,
     x: &Array<G>,
-    weights: &Array<U>,
     order: &Array<u32>,
     starts: &Array<u32>,
     out: &mut Array<f32>,
@@ -413,11 +406,9 @@ fn grouped_outer_kernel<F: Float, G: Float, U: Float>(
     x_stride: u32,
     grad_share: u32,
     x_share: u32,
-    #[comptime] weighted: bool,
     #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _x_dtype: StorageType,
-    #[define(U)] _weights_dtype: StorageType,
 ) {
     let (down, across) = (outputs.div_ceil(COLUMNS), columns.div_ceil(COLUMNS));
     let expert = CUBE_POS as u32 / (down * across);
@@ -449,9 +440,6 @@ fn grouped_outer_kernel<F: Float, G: Float, U: Float>(
             let mut b = 0.0f32;
             if place < end && first_row + own < outputs {
                 a = f32::cast_from(grad[(slot / grad_share * grad_stride + first_row + own) as usize]);
-                if comptime!(weighted) {
-                    a *= f32::cast_from(weights[slot as usize]);
-                }
             }
             if place < end && first_column + own < columns {
                 b = f32::cast_from(x[(slot / x_share * x_stride + first_column + own) as usize]);

@@ -20,23 +20,23 @@ const CHUNK: u32 = 1024;
 
 /// Slots in the order of their experts.
 #[derive(Clone, Debug)]
-pub(super) struct Order<R: CubeRuntime> {
+pub(in crate::ops::experts) struct Order<R: CubeRuntime> {
     /// Slot of each place, u32 `[slots]`.
-    pub(super) slots: CubeTensor<R>,
+    pub(in crate::ops::experts) slots: CubeTensor<R>,
     /// First place of each expert and the end of the last, u32 `[n_experts + 1]`.
-    pub(super) starts: CubeTensor<R>,
-    /// Expert and first place of each tile of rows, u32 `[most_tiles, 2]`; the expert of those
-    /// that are not used is the number of experts.
-    pub(super) tiles: CubeTensor<R>,
+    pub(in crate::ops::experts) starts: CubeTensor<R>,
+    /// Of each tile of rows its expert, its first place, and the expert's first place and the end of its
+    /// places, u32 `[most_tiles, 4]`; the expert of those that are not used is the number of experts.
+    pub(in crate::ops::experts) tiles: CubeTensor<R>,
     /// Rows of a tile, all of one expert.
-    pub(super) tile_rows: usize,
+    pub(in crate::ops::experts) tile_rows: usize,
     /// Tiles that there may be.
-    pub(super) most_tiles: usize,
+    pub(in crate::ops::experts) most_tiles: usize,
 }
 
 impl<R: CubeRuntime> Order<R> {
     /// Sorts the slots of `chosen` `[tokens, k]`.
-    pub(super) fn of(chosen: CubeTensor<R>, sizes: Sizes, tile_rows: usize) -> Self {
+    pub(in crate::ops::experts) fn of(chosen: CubeTensor<R>, sizes: Sizes, tile_rows: usize) -> Self {
         let chosen = contiguous(chosen);
         let (slots, n_experts) = (sizes.slots(), sizes.n_experts);
         let chunks = slots.div_ceil(CHUNK as usize);
@@ -45,7 +45,7 @@ impl<R: CubeRuntime> Order<R> {
         let order = Self {
             slots: empty(&chosen, [slots], DType::U32),
             starts: empty(&chosen, [n_experts + 1], DType::U32),
-            tiles: empty(&chosen, [2 * most_tiles], DType::U32),
+            tiles: empty(&chosen, [4 * most_tiles], DType::U32),
             tile_rows,
             most_tiles,
         };
@@ -189,12 +189,14 @@ fn scan_kernel(
         }
         let tile = tile_firsts[expert as usize];
         for at in tile..tile_firsts[(expert + 1) as usize] {
-            tiles[(2 * at) as usize] = expert;
-            tiles[(2 * at + 1) as usize] = first + (at - tile) * tile_rows;
+            tiles[(4 * at) as usize] = expert;
+            tiles[(4 * at + 1) as usize] = first + (at - tile) * tile_rows;
+            tiles[(4 * at + 2) as usize] = first;
+            tiles[(4 * at + 3) as usize] = firsts[(expert + 1) as usize];
         }
     }
     for at in range_stepped(tile_firsts[n_experts as usize] + UNIT_POS, most_tiles, UNITS) {
-        tiles[(2 * at) as usize] = n_experts;
+        tiles[(4 * at) as usize] = n_experts;
     }
 }
 

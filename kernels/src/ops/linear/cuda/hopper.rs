@@ -13,7 +13,7 @@ use cubecl::server::Handle;
 use super::tiles::{Tiles, WIDEST, tiles};
 use super::{DEPTH, Epilogue, Numbers, Traits};
 use crate::cubecl::contiguous;
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, GEMM, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::dropout::Dropout;
 
@@ -65,7 +65,7 @@ impl CudaKernel for GemmHopper {
 
     fn source(&self) -> String {
         let defined = cuda::defines([("COLUMNS", self.columns), ("STAGES", self.stages())]);
-        format!("{}{defined}{HOPPER}{}", self.traits.defines(), include_str!("sm90/gemm.cu"))
+        format!("{}{defined}{HOPPER}{GEMM}{}", self.traits.defines(), include_str!("sm90/gemm.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

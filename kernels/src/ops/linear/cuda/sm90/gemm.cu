@@ -14,9 +14,7 @@
 //   producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
 //   consumers:      wait full[s] -> wgmma -> arrive at empty[s] of both blocks
 //
-// A cluster of two blocks computes 256 rows of a tile of COLUMNS: each block 128 of them, each of
-// its two consumer warpgroups 64. Every 64 of K are a stage. Each block brings its own rows of `a`
-// for itself, and half of `b` for both blocks.
+// The tile of a cluster of two blocks is that of gemm.cuh.
 //
 // Blocks stay: a cluster takes whole tiles, `whole_rounds` of them, one after the other. What tiles
 // are left, too few for all clusters, are cut along K into as many equal runs as there are clusters
@@ -53,22 +51,7 @@
 // bias's gradient. Two warps next to the producer's compute those over each stage of 64 of K, which
 // another launch adds up. The stages of a row of tiles are distributed over its columns.
 
-constexpr int BLOCK_ROWS = 128;
-// Of K in a stage: a row of a tile.
-constexpr int DEPTH = TF32 ? 32 : 64;
-constexpr int CONSUMERS = 2;
-constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
-constexpr int BLOCKS = 2;
-// Rows of tiles that are computed at about the same time, so that they share columns of `b` in the
-// L2 cache.
-constexpr int GROUP = 8;
 constexpr int PROMOTED = 4;
-
-constexpr int A_BYTES = BLOCK_ROWS * ROW_BYTES;
-constexpr int B_BYTES = COLUMNS * ROW_BYTES;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-// Columns of the result that a tile has.
-constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
 // Whether the next tile is found while the first products of one run, as its divisions take long:
 // where there are registers for it.
 constexpr bool FINDS_AHEAD = ACTIVATION == 0 || GATED || COLUMNS < 256;
@@ -76,7 +59,6 @@ constexpr bool FINDS_AHEAD = ACTIVATION == 0 || GATED || COLUMNS < 256;
 constexpr int SUMMING_WARPS = ROW_SUMS ? CONSUMERS : 0;
 // Where a consumer puts its 64 rows of the result: blocks of 64 columns.
 constexpr int OUT_BYTES = OUT_F32 ? 0 : 64 * OUT_COLUMNS * 2;
-constexpr int OUT_BLOCK = 64 * ROW_BYTES;
 
 struct Info {
     // n: columns of the result.
@@ -198,42 +180,15 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
             barrier_expect(full, STAGE_BYTES);
             if (A_MAJOR_M) {
                 for (int block = 0; block < BLOCK_ROWS / 64; block++) {
-                    tma_load(a + block * OUT_BLOCK, a_map, row + block * 64, a_k, full);
+                    tma_load(a + block * BLOCK_BYTES, a_map, row + block * 64, a_k, full);
                 }
             } else {
                 tma_load(a, a_map, a_k, row, full);
             }
-            if (B_MAJOR_N) {
-                constexpr int HALF_DEPTH = DEPTH / 2;
-                u32 half = b + rank * HALF_DEPTH * ROW_BYTES;
-                for (int block = 0; block < COLUMNS / 64; block++) {
-                    int column = work.column + block * 64;
-                    tma_load_multicast(half + block * OUT_BLOCK, b_map, column, b_k + rank * HALF_DEPTH, full);
-                }
-            } else {
-                constexpr int HALF_COLUMNS = COLUMNS / 2;
-                int column = work.column + rank * (GATED ? static_cast<int>(info.n) : HALF_COLUMNS);
-                tma_load_multicast(b + rank * HALF_COLUMNS * ROW_BYTES, b_map, b_k, column, full);
-            }
+            bring_b(b_map, b, rank, b_k, work.column, static_cast<int>(info.n), full);
             at.advance();
         }
     }
-}
-
-using Sums = float[COLUMNS / 8][4];
-
-// A stage: 64 rows of `a` by all columns of `b`.
-__device__ __forceinline__ void multiply_stage(Sums& sums, u32 a, u32 b, bool add) {
-    wgmma_fence();
-    #pragma unroll
-    for (int k = 0; k < ROW_BYTES / 32; k++) {
-        // 32 bytes of a K-major row are a step of K; of 16 bits, so are 16 rows of an MN-major
-        // block.
-        u64 a_tile = tile_descriptor<64>(a + k * (A_MAJOR_M ? 16 * ROW_BYTES : 32));
-        u64 b_tile = tile_descriptor<64>(b + k * (B_MAJOR_N ? 16 * ROW_BYTES : 32));
-        Wgmma<COLUMNS>::multiply<A_MAJOR_M, B_MAJOR_N>(sums, a_tile, b_tile, add || k > 0);
-    }
-    wgmma_commit();
 }
 
 // Leaves the sums of a tile's first or middle stages to the cluster that has its end.
@@ -298,7 +253,7 @@ __device__ void sum_rows(const Buffers& buffers, const Info& info, const Shared&
             barrier_wait(shared.full(at.stage), at.parity);
             float sums[8] = {};
             if (adds) {
-                u32 place = shared.a(at.stage) + warp * OUT_BLOCK + first_k * ROW_BYTES;
+                u32 place = shared.a(at.stage) + warp * BLOCK_BYTES + first_k * ROW_BYTES;
                 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     uint4 rows[8];
@@ -437,7 +392,7 @@ struct Drop {
 // blocks of 64 columns, in the order that TMA stores.
 __device__ __forceinline__ u32 staged(u32 out, int i) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, chunk = i + lane / 16;
-    return out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
+    return out + chunk / 8 * BLOCK_BYTES + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
 }
 
 __device__ __forceinline__ void stage_runs(u32 place, const Runs& runs) {
@@ -532,7 +487,7 @@ __device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int
     named_barrier(barrier, WARPGROUP);
     if (threadIdx.x % WARPGROUP == 0) {
         for (int block = 0; block < OUT_COLUMNS / 64; block++) {
-            tma_store(map, out + block * OUT_BLOCK, column + block * 64, row);
+            tma_store(map, out + block * BLOCK_BYTES, column + block * 64, row);
         }
         tma_store_commit();
     }
@@ -564,7 +519,7 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             tma_store_wait_read();
             barrier_expect(shared.residual(consumer), OUT_BYTES);
             for (int block = 0; block < COLUMNS / 64; block++) {
-                tma_load(out + block * OUT_BLOCK, *residual_map, column + block * 64, row, shared.residual(consumer));
+                tma_load(out + block * BLOCK_BYTES, *residual_map, column + block * 64, row, shared.residual(consumer));
             }
         };
         if (!OUT_F32 && info.adds && has_end && thread == 0) {
