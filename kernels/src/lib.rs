@@ -63,7 +63,8 @@ pub use ops::attention::{
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::collective::{Collective, HostExchange, Rank, all_gather, all_reduce, reduce_scatter};
 pub use ops::decode_step::{
-    Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, MultiStep, Predicted, StepDraw, decode_step,
+    Declined, DecodeBlock, DecodeModel, DecodePlan, DecodeRouter, Decoded, ExpertChoice, MultiStep, Predicted,
+    StepDraw, decode_step,
 };
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};

@@ -151,7 +151,8 @@ impl TransformerConfig {
     /// A setting for which a whole decode step has no kernel, if any.
     pub(crate) fn beyond_whole_steps(&self) -> Option<&'static str> {
         let settings = [
-            ("mixtures of experts", self.experts > 0),
+            ("experts that all tokens go through", self.experts > 0 && self.shared_d_ff > 0),
+            ("experts of clamped activations", self.experts > 0 && self.expert_limit.is_some()),
             ("attention sinks", self.attention_sinks),
             ("clamped queries, keys and values", self.qkv_clip.is_some()),
             ("a first block without a norm", !self.first_norm),

@@ -15,22 +15,24 @@ pub(crate) struct Initializer<'a, B: Backend> {
     drawn: u64,
     /// Of matrices, if it is not f32.
     dtype: Option<FloatDType>,
+    /// Maximum values that are sampled for a matrix; its rows repeat after these.
+    most: usize,
     device: &'a B::Device,
 }
 
 impl<'a, B: Backend> Initializer<'a, B> {
     pub(crate) fn new(seed: u64, device: &'a B::Device) -> Self {
-        Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, dtype: None, device }
+        Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, dtype: None, most: usize::MAX, device }
     }
 
     /// For parameters that will be loaded: they have shapes and no values.
     pub(crate) fn blank(device: &'a B::Device) -> Self {
-        Self { key: None, drawn: 0, dtype: None, device }
+        Self { key: None, drawn: 0, dtype: None, most: usize::MAX, device }
     }
 
-    /// With matrices of another dtype.
-    pub(crate) fn with_matrices(self, dtype: FloatDType) -> Self {
-        Self { dtype: Some(dtype), ..self }
+    /// With matrices of another dtype, for which at most so many values are sampled.
+    pub(crate) fn with_matrices(self, dtype: FloatDType, most: usize) -> Self {
+        Self { dtype: Some(dtype), most, ..self }
     }
 
     pub(crate) fn device(&self) -> &'a B::Device {
@@ -42,7 +44,9 @@ impl<'a, B: Backend> Initializer<'a, B> {
         let Some(key) = self.key else { return self.unread(dims) };
         let key = key.fold(self.drawn);
         self.drawn += 1;
-        let mut values = vec![0.0; dims[0] * dims[1]];
+        let [rows, columns] = dims;
+        let sampled = rows.min((self.most / columns.max(1)).max(1));
+        let mut values = vec![0.0; sampled * columns];
         values.par_chunks_mut(2).with_min_len(512).enumerate().for_each(|(at, pair)| {
             let (row, column) = ((at / dims[1]) as u32, (at % dims[1]) as u32);
             let radius = (-2.0 * key.uniform(row, column).ln()).sqrt();
@@ -51,10 +55,14 @@ impl<'a, B: Backend> Initializer<'a, B> {
                 *value = (deviation * (radius * part)) as f32;
             }
         });
-        let values = Tensor::<B, 2>::from_data(TensorData::new(values, dims), self.device);
-        Param::from_tensor(match self.dtype {
+        let values = Tensor::<B, 2>::from_data(TensorData::new(values, [sampled, columns]), self.device);
+        let values = match self.dtype {
             Some(dtype) => values.cast(dtype),
             None => values,
+        };
+        Param::from_tensor(match rows.div_ceil(sampled.max(1)) {
+            0 | 1 => values,
+            times => values.repeat_dim(0, times).narrow(0, 0, rows),
         })
     }
 

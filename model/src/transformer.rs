@@ -20,7 +20,7 @@ use crate::cache::{Cache, RowId, Weights};
 use crate::classifier::ClassifierHead;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::convolution::around;
-use crate::feed_forward::{Dense, Projection, RouterLosses, Routing, RoutingRecord};
+use crate::feed_forward::{Dense, Experts, FeedForward, Projection, RouterLosses, Routing, RoutingRecord};
 use crate::heads::UtteranceHeads;
 use crate::linear::{Adapter, Linear};
 use crate::matrix::Matrix;
@@ -162,6 +162,9 @@ impl<B: Backend> From<Tensor<B, 2, Int>> for Tokens<B> {
     }
 }
 
+/// Values of a matrix that are sampled by [`TransformerConfig::init_in`].
+const MOST_SAMPLED: usize = 1 << 22;
+
 impl TransformerConfig {
     /// A transformer of this shape with parameters sampled from `seed`, the same on every backend.
     ///
@@ -171,7 +174,9 @@ impl TransformerConfig {
         self.init_with(&mut Initializer::<B>::new(seed, device))
     }
 
-    /// [`init`](Self::init) with parameters of another dtype: for large models that are not trained.
+    /// A transformer with matrices of a dtype, for measurements: of large matrices, the first four
+    /// million values are sampled, and rows repeat after these, since the host would take minutes
+    /// for billions.
     ///
     /// # Errors
     /// If the config contradicts itself.
@@ -181,7 +186,7 @@ impl TransformerConfig {
         dtype: FloatDType,
         device: &B::Device,
     ) -> Result<Transformer<B>, ConfigError> {
-        self.init_with(&mut Initializer::<B>::new(seed, device).with_matrices(dtype))
+        self.init_with(&mut Initializer::<B>::new(seed, device).with_matrices(dtype, MOST_SAMPLED))
     }
 
     /// A transformer of this shape, initialized by `init`.
@@ -695,25 +700,36 @@ impl<B: Backend> Transformer<B> {
         let rotary = self.rotary();
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let value = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
-        let block = |(block, dense): (&Block<B>, &Dense<B>)| DecodeBlock {
-            attention_norm: block.attention_norm.as_ref().unwrap_or(&block.feed_forward_norm).weights(),
-            qkv: block.attention.qkv.base.weight(),
-            qkv_bias: value(&block.attention.qkv_bias),
-            placement: block.attention.placed_by(&rotary),
-            output: block.attention.output.base.weight(),
-            output_bias: value(&block.attention.output_bias),
-            feed_forward_norm: block.feed_forward_norm.weights(),
-            up: dense.up.base.weight(),
-            up_bias: value(&dense.up_bias),
-            down: dense.down.base.weight(),
-            down_bias: value(&dense.down_bias),
+        let block = |block: &Block<B>| {
+            let (router, [up, down], [up_bias, down_bias]) = match &block.feed_forward {
+                FeedForward::Dense(Dense { up, up_bias, down, down_bias, .. }) => {
+                    (None, [up.base.weight(), down.base.weight()], [up_bias, down_bias])
+                }
+                FeedForward::Experts(experts) => {
+                    let Experts { up, up_bias, down, down_bias, .. } = experts;
+                    (Some(experts.decode_router()), [up.weight(), down.weight()], [up_bias, down_bias])
+                }
+            };
+            DecodeBlock {
+                attention_norm: block.attention_norm.as_ref().unwrap_or(&block.feed_forward_norm).weights(),
+                qkv: block.attention.qkv.base.weight(),
+                qkv_bias: value(&block.attention.qkv_bias),
+                placement: block.attention.placed_by(&rotary),
+                output: block.attention.output.base.weight(),
+                output_bias: value(&block.attention.output_bias),
+                feed_forward_norm: block.feed_forward_norm.weights(),
+                router,
+                up,
+                up_bias: value(up_bias),
+                down,
+                down_bias: value(down_bias),
+            }
         };
-        let dense = self.blocks.iter().filter_map(|block| Some((block, block.feed_forward.dense()?)));
         Ok(DecodeModel {
             embedding: self.embedding.weight(),
             position_embedding: self.position_embedding.as_ref().map(Param::val),
             head: self.head_weight(),
-            blocks: dense.map(block).collect(),
+            blocks: self.blocks.iter().map(block).collect(),
             final_norm: final_norm.weights(),
             heads,
             activation: config.layer(0).activation,

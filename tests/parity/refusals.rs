@@ -8,13 +8,13 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{Checked, LinearBackward, LoraBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
-    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, ExpertsLayer, FeedForwardLayer, Format,
-    HeadLossOptions, HeadNorms, LayerCache, LoraLayer, LoraWanted, MultiStep, Norm, PackedHeads, Penalties, Placement,
-    QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight,
-    activate, attention, attention_weights, cached_attention, choose_experts, compile_ahead, decode_step, dropout,
-    embed, embed_add, expert_loads, experts, feed_forward, head_log_probs, head_loss, head_sample, linear, linear_add,
-    lora, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_norm, qkv_rotary,
-    reshape, rotary, side_loss, sink_attention,
+    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, DecodeRouter, Dropout, ExpertChoice, ExpertsLayer,
+    FeedForwardLayer, Format, HeadLossOptions, HeadNorms, LayerCache, LoraLayer, LoraWanted, MultiStep, Norm,
+    PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
+    StepDraw, TokenCounts, Wanted, Weight, activate, attention, attention_weights, cached_attention, choose_experts,
+    compile_ahead, decode_step, dropout, embed, embed_add, expert_loads, experts, feed_forward, head_log_probs,
+    head_loss, head_sample, linear, linear_add, lora, next_positions, norm, norm_gate_up, norm_linear, optimizer_step,
+    qkv_attention, qkv_norm, qkv_rotary, reshape, rotary, side_loss, sink_attention,
 };
 
 use crate::backend_test;
@@ -392,6 +392,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
             output: weight(32, heads.n_heads * heads.head_dim),
             output_bias: None,
             feed_forward_norm: make.rms(32),
+            router: None,
             up: weight(64, 32),
             up_bias: None,
             down: weight(32, 32),
@@ -417,6 +418,15 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["divide the query heads"], || new(PackedHeads { n_heads: 2, n_kv_heads: 3, ..heads }, None));
     refused(op, &["there are some"], || new(PackedHeads { n_heads: 8, n_kv_heads: 0, ..heads }, None));
     refused(op, &["a cache for each block"], || DecodePlan::new(model(heads, None), &[]));
+    let with_router = |rows, k| {
+        let mut model = model(heads, None);
+        let choice = ExpertChoice { experts_per_token: k, sigmoid: false, normalized: true, scale: 1.0 };
+        let weight = make.float([rows, 32]);
+        model.blocks[0].router = Some(DecodeRouter { weight, bias: None, choice_bias: None, choice });
+        DecodePlan::new(model, &caches(3, heads))
+    };
+    refused(op, &["down"], || with_router(2, 1));
+    refused(op, &["2 of 1 experts per token"], || with_router(1, 2));
     // If there is a kernel.
     let mut own = caches(3, heads);
     if let Ok(plan) = DecodePlan::new(model(heads, None), &own) {

@@ -32,7 +32,7 @@ fn tokens<B: Backend>(batch_size: usize, seq_length: usize, device: &B::Device) 
 }
 
 /// Gives every vector that is zero at first other values, so that biases and sinks matter.
-fn with_biases<B: Backend>(model: Transformer<B>) -> Transformer<B> {
+pub(crate) fn with_biases<B: Backend>(model: Transformer<B>) -> Transformer<B> {
     struct Setter;
     impl<B: Backend> ModuleMapper<B> for Setter {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {

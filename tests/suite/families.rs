@@ -7,7 +7,7 @@ use fireclay_model::{
 };
 
 use crate::backend_test;
-use crate::compare::{assert_close, tolerance};
+use crate::compare::{assert_close, tolerance, values};
 
 /// A small model of every causal family, and custom shapes.
 pub(crate) fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
@@ -160,6 +160,18 @@ backend_test!(a_saved_model_comes_back_the_same::<B>(device) {
         let ids = tokens::<B>(2, 9, &device);
         assert_close(name, &loaded.forward(ids.clone()), &model.forward(ids), 0.0);
     }
+});
+
+backend_test!(rows_of_large_matrices_repeat_where_values_do_not_matter::<B>(device) {
+    // Of the embedding, 2^22 values are 65,536 rows.
+    let config = TransformerConfig::llama(65_600, 16, 64, 1, 4);
+    let [whole, repeated] =
+        [config.init::<B>(3, &device)?, config.init_in::<B>(3, burn::tensor::FloatDType::F32, &device)?];
+    let rows = |model: &Transformer<B>, first| values(&model.embedding.val().narrow(0, first, 64));
+    assert_eq!(rows(&repeated, 65_472), rows(&whole, 65_472));
+    assert_eq!(rows(&repeated, 65_536), rows(&whole, 0));
+    let up = |model: &Transformer<B>| values(&model.blocks[0].feed_forward.dense().expect("a dense layer").up.base.val());
+    assert_eq!(up(&repeated), up(&whole));
 });
 
 backend_test!(a_seed_gives_the_same_model_every_time::<B>(device) {

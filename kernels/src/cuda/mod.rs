@@ -42,6 +42,8 @@ pub(crate) const HOPPER: &str = concat!(include_str!("include/common.cuh"), incl
 pub(crate) const GEMM: &str = include_str!("include/gemm.cuh");
 /// The largest logit and its token.
 pub(crate) const LARGEST: (&str, &str) = ("largest.cuh", include_str!("include/largest.cuh"));
+/// Numbers of [a dtype](dtype_number), or bytes, to f32 and back, and activations.
+pub(crate) const NUMBERS: (&str, &str) = ("numbers.cuh", include_str!("include/numbers.cuh"));
 /// Maximum shared memory of a block there, in bytes.
 pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.targets()[0].shared_bytes;
 /// Shared source of kernels for Ampere and later: `cp.async`, `mma`.
@@ -470,6 +472,15 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
         notice(Level::Warning, &text);
         false
     })
+}
+
+/// The number of a float dtype in `numbers.cuh`.
+pub(crate) fn dtype_number(dtype: DType) -> usize {
+    match dtype {
+        DType::BF16 => 1,
+        DType::F16 => 2,
+        _ => 0,
+    }
 }
 
 /// The name of a 16-bit dtype in kernel sources.

@@ -47,7 +47,7 @@ pub fn cuda_sources() -> Vec<CudaSource> {
 }
 
 /// The operations that have CUDA C++ kernels, with the families that these are for.
-const FAMILIES: [(&str, &[Arch]); 7] = [
+const FAMILIES: [(&str, &[Arch]); 8] = [
     ("linear", &[Arch::Sm80, Arch::Sm90]),
     ("attention", &[Arch::Sm80, Arch::Sm90]),
     ("norm", &[Arch::Sm80, Arch::Sm90]),
@@ -55,6 +55,7 @@ const FAMILIES: [(&str, &[Arch]); 7] = [
     ("head_loss", &[Arch::Sm90]),
     ("head_sample", &[Arch::Sm90]),
     ("decode_step", &[Arch::Sm90]),
+    ("experts of few tokens", &[Arch::Sm90]),
 ];
 
 /// Operations whose kernels of a family run [only if asked for](cuda::is_forced), until their parity

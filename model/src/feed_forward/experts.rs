@@ -4,7 +4,10 @@ use burn::module::{Module, Param};
 use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::{DType, Tensor};
 
-use fireclay_kernels::{Activation, Backend, Dropout, ExpertsLayer, Norm, choose_experts, dropout, experts, linear};
+use fireclay_kernels::{
+    Activation, Backend, DecodeRouter, Dropout, ExpertChoice, ExpertsLayer, Norm, choose_experts, dropout, experts,
+    linear,
+};
 
 use super::dense::Dense;
 use super::routing::{Routed, RoutingRecord};
@@ -108,6 +111,23 @@ impl<B: Backend> Experts<B> {
         match &self.shared {
             Some(shared) => output + shared.output(x, None),
             None => output,
+        }
+    }
+
+    /// The router for fused decode steps.
+    pub(crate) fn decode_router(&self) -> DecodeRouter<B> {
+        let ExpertsConfig { experts_per_token, router, router_normalized, expert_scale, .. } = self.config;
+        let bias = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
+        DecodeRouter {
+            weight: self.router.val(),
+            bias: bias(&self.router_bias),
+            choice_bias: bias(&self.choice_bias),
+            choice: ExpertChoice {
+                experts_per_token,
+                sigmoid: router == RouterScores::Sigmoid,
+                normalized: router_normalized,
+                scale: expert_scale,
+            },
         }
     }
 

@@ -234,6 +234,35 @@ backend_test!(experts_of_few_and_many_rows_in_half_precision_are_close_to_dense_
     }
 });
 
+// Without gradients, as in decoding: kernels for few tokens sort the slots themselves.
+backend_test!(experts_of_few_tokens_match_dense_layers_and_repeat_their_bits::<B>(device) {
+    let dtype = dtype_under_test::<B>(&device);
+    let oss = Activation { kind: ActivationKind::QuickGelu, gated: true };
+    for (sizes, activation, limit) in [
+        ([1, 64, 24, 5, 2], SWIGLU, None),
+        ([5, 40, 16, 300, 3], SWIGLU, None),
+        ([32, 72, 48, 128, 8], SWIGLU, None),
+        ([8, 1048, 32, 3, 2], oss, Some(1.5)),
+        ([20, 32, 304, 40, 4], Activation::plain(ActivationKind::GeluTanh), None),
+        // An expert with more slots than are multiplied at a time, and rows that are no whole loads.
+        ([19, 8, 8, 16, 3], SWIGLU, None),
+        ([7, 12, 9, 4, 2], SWIGLU, None),
+    ] {
+        let case = case(sizes, activation, limit);
+        for (routing, biased) in [(Routing::Random, true), (Routing::One, false), (Routing::Beyond, true)] {
+            let all = inputs::<B>(case, &device).map(|x| x.cast(dtype));
+            let [x, weights, up, down, up_bias, down_bias] = all;
+            let all = [strided(x), strided(weights), up, down, up_bias, down_bias];
+            let chosen = integers::<B, 2>(routing.chosen(case), [case.tokens, case.k], &device);
+            let output = experts_of(&all, &chosen, case, biased);
+            let wanted = plain_experts_of(&all.clone().map(|x| x.cast(DType::F32)), &chosen, case, dtype, biased);
+            let what = format!("experts {case:?}, {routing:?}");
+            assert_close(&what, &output, &wanted.cast(dtype), tolerance_under_test::<B>(&device));
+            assert_close(&what, &experts_of(&all, &chosen, case, biased), &output, 0.0);
+        }
+    }
+});
+
 backend_test!(quantized_experts_are_their_floats_in_every_format::<B>(device) {
     for format in Format::ALL {
         for (tokens, n_experts, columns) in [(3, 4, 256), (80, 3, 512)] {

@@ -36,6 +36,21 @@ pub enum ActivationKind {
     ReluSquared,
 }
 
+#[cfg(feature = "cuda")]
+impl ActivationKind {
+    /// Its number in `numbers.cuh`.
+    pub(crate) fn number(self) -> usize {
+        match self {
+            Self::GeluErf => 0,
+            Self::GeluTanh => 1,
+            Self::Relu => 2,
+            Self::Silu => 3,
+            Self::QuickGelu => 4,
+            Self::ReluSquared => 5,
+        }
+    }
+}
+
 impl ActivationKind {
     /// All of them.
     pub const ALL: [Self; 6] =
@@ -43,7 +58,7 @@ impl ActivationKind {
 }
 
 /// An activation: a function, optionally as a gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Activation {
     /// The function.
     pub kind: ActivationKind,

@@ -69,14 +69,43 @@ pub struct DecodeBlock<B: Backend> {
     pub output_bias: Option<Tensor<B, 1>>,
     /// Before the feed-forward layer.
     pub feed_forward_norm: Norm<B>,
-    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` if gated.
+    /// The router, if the feed-forward layer is a mixture of experts.
+    pub router: Option<DecodeRouter<B>>,
+    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` if gated. Those of
+    /// experts are stacked.
     pub up: Weight<B>,
     /// Its bias.
     pub up_bias: Option<Tensor<B, 1>>,
-    /// Second projection, `[d_model, d_ff]`.
+    /// Second projection, `[d_model, d_ff]`. Those of experts are stacked.
     pub down: Weight<B>,
     /// Its bias.
     pub down_bias: Option<Tensor<B, 1>>,
+}
+
+/// The router of a mixture of experts.
+#[derive(Clone, Debug)]
+pub struct DecodeRouter<B: Backend> {
+    /// `[n_experts, d_model]`, multiplied in f32.
+    pub weight: Tensor<B, 2>,
+    /// The bias of its logits, `[n_experts]`.
+    pub bias: Option<Tensor<B, 1>>,
+    /// Added to scores where experts are chosen, and only there, `[n_experts]`.
+    pub choice_bias: Option<Tensor<B, 1>>,
+    /// How logits choose experts.
+    pub choice: ExpertChoice,
+}
+
+/// How a router's logits choose the experts of a token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertChoice {
+    /// Experts that each token goes through.
+    pub experts_per_token: usize,
+    /// Whether scores are a sigmoid of each logit, and not their softmax.
+    pub sigmoid: bool,
+    /// Whether the scores of a token's experts are divided by their sum.
+    pub normalized: bool,
+    /// Factor on scores.
+    pub scale: f64,
 }
 
 /// The model in [`decode_step`].
@@ -100,6 +129,22 @@ pub struct DecodeModel<B: Backend> {
     pub activations: FloatDType,
     /// Maximum visible keys of a token, its own included.
     pub window: Option<usize>,
+}
+
+impl<B: Backend> DecodeBlock<B> {
+    /// Number of experts; 1 without a router.
+    fn n_experts(&self) -> usize {
+        self.router.as_ref().map_or(1, |router| router.weight.dims()[0])
+    }
+
+    /// Its matrices, each with the share of it that a step of so many rows reads: of experts that
+    /// many choices, at most all.
+    fn matrices(&self, rows: usize) -> [(&Weight<B>, f64); 4] {
+        let read = self.router.as_ref().map_or(1.0, |router| {
+            (rows * router.choice.experts_per_token).min(self.n_experts()) as f64 / self.n_experts() as f64
+        });
+        [(&self.qkv, 1.0), (&self.output, 1.0), (&self.up, read), (&self.down, read)]
+    }
 }
 
 impl<B: Backend> DecodeModel<B> {
@@ -207,13 +252,23 @@ impl<B: Backend> Operands for DecodePlanned<'_, B> {
             block.attention_norm.check(op, &gamma, d_model);
             block.feed_forward_norm.check(op, &gamma, d_model);
             heads.check(op, "qkv", [1, 1, block.qkv.dims()[0]]);
-            let [up_width, _] = block.up.dims();
-            let whole = !activation.gated || up_width.is_multiple_of(2);
+            let n_experts = block.n_experts();
+            if let Some(DecodeRouter { weight, bias, choice_bias, choice }) = &block.router {
+                part(op, "router", weight).float().fits(n_experts > 0 && weight.dims()[1] == d_model, &gamma);
+                for bias in [bias, choice_bias].into_iter().flatten() {
+                    part(op, "the router's bias", bias).float().shaped(&[n_experts], &gamma);
+                }
+                let k = choice.experts_per_token;
+                assert!(k > 0 && k <= n_experts, "{op}: {k} of {n_experts} experts per token");
+            }
+            let [up_rows, _] = block.up.dims();
+            let up_width = up_rows / n_experts.max(1);
+            let whole = up_rows == n_experts * up_width && (!activation.gated || up_width.is_multiple_of(2));
             for (name, weight, shape, bias) in [
                 ("qkv", &block.qkv, [width, d_model], &block.qkv_bias),
                 ("output", &block.output, [d_model, n_heads * head_dim], &block.output_bias),
-                ("up", &block.up, [up_width, d_model], &block.up_bias),
-                ("down", &block.down, [d_model, activation.output_width(up_width)], &block.down_bias),
+                ("up", &block.up, [up_rows, d_model], &block.up_bias),
+                ("down", &block.down, [n_experts * d_model, activation.output_width(up_width)], &block.down_bias),
             ] {
                 weight.check(op, name, weight.dims() == shape && whole, &gamma);
                 if let Some(bias) = bias {
@@ -420,14 +475,21 @@ pub fn decode_step<B: DecodeStepOps>(
     let steps = ahead.steps;
     let _op = recorder::op("decode_step", || {
         let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
-        let matrices = model.blocks.iter().flat_map(|block| [&block.qkv, &block.output, &block.up, &block.down]);
-        let matrices = matrices.chain((at.rows.len() <= body.head_rows).then_some(&model.head));
-        let weights: u64 = matrices.clone().map(|weight| weight.operand().bytes()).sum();
-        let products: usize = matrices.map(|weight| weight.dims().iter().product::<usize>()).sum();
+        let rows = at.rows.len();
+        let of_rows = |rows: usize| {
+            let matrices = model.blocks.iter().flat_map(move |block| block.matrices(rows));
+            matrices.chain((at.rows.len() <= body.head_rows).then_some((&model.head, 1.0)))
+        };
+        let bytes = |(weight, read): (&Weight<B>, f64)| (weight.operand().bytes() as f64 * read) as u64;
+        let weights: u64 = of_rows(rows).map(bytes).sum();
+        // A row is multiplied by its own experts.
+        let numbers =
+            |(weight, read): (&Weight<B>, f64)| (weight.dims().iter().product::<usize>() as f64 * read) as usize;
+        let products: usize = of_rows(1).map(numbers).sum();
         let read: usize = at.rows.iter().map(|row| at.window.map_or(row.keys, |window| window.min(row.keys))).sum();
         let n_kv_heads = model.heads.n_kv_heads;
         let cached = 2 * model.blocks.len() * n_kv_heads * read * caches[0].head_bytes();
-        let flops = (2 * at.rows.len() * products) as u64;
+        let flops = (2 * rows * products) as u64;
         Call {
             bytes: steps as u64 * (weights + cached as u64),
             flops: steps as u64 * flops,

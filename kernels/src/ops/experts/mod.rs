@@ -19,13 +19,13 @@ mod cpu;
 mod cubecl;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod few_rows;
 pub(crate) mod reference;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
-#[cfg(feature = "cuda")]
-pub(crate) use self::cuda::hopper_sources;
 use super::activation::{Activation, ActivationOps};
 use super::linear::Wanted;
 use super::weight::WeightOps;
@@ -34,6 +34,12 @@ use crate::mutation::{call, parts};
 use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
+
+/// The kernels of training and decoding in bf16: their names and sources.
+#[cfg(feature = "cuda")]
+pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
+    cuda::hopper_sources().chain(few_rows::hopper_sources())
+}
 
 /// The weights of all experts, one after another, and their activation.
 #[derive(Clone, Debug)]

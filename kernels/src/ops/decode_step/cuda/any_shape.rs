@@ -3,6 +3,7 @@
 
 use std::sync::Mutex;
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
@@ -10,11 +11,11 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::{EXCHANGE, Kept, angles, format_of, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, LARGEST, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, LARGEST, NUMBERS, Tried};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::ActivationKind;
 use crate::ops::cached_attention::{CachedTokens, KvStorage};
-use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
+use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeRouter, Decoded, Predicted};
 use crate::ops::norm::{Norm, NormKind};
 use crate::packed_heads::PackedHeads;
 use crate::quant::Format;
@@ -22,7 +23,7 @@ use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
 /// Addresses per layer in the table.
-const POINTERS: usize = 22;
+const POINTERS: usize = 25;
 /// Maximum parameters per layer for which steps of eight rows are faster in one launch: true for
 /// GPT-2's 7 million, false for Qwen2.5-0.5B's 15.
 const FEW_PARAMETERS: usize = 8_000_000;
@@ -34,6 +35,8 @@ const WARPS: usize = 16;
 const TILE: usize = 2;
 /// Bytes that a lane loads at a time.
 const LOAD: usize = 16;
+/// Maximum experts that a token goes through: a lane of a warp chooses one.
+const MOST_CHOICES: usize = 32;
 /// Maximum blocks that share the keys of a kv head.
 const MOST_SPLITS: usize = 16;
 /// The window without a limit.
@@ -47,7 +50,9 @@ struct Shape {
     n_heads: usize,
     n_kv_heads: usize,
     head_dim: usize,
+    /// Of layers without experts; 0 if all have some.
     d_ff: usize,
+    experts: Option<Experts>,
     vocab_size: usize,
     page_tokens: usize,
     window: Option<usize>,
@@ -69,6 +74,19 @@ struct Shape {
     pitches: Pitches,
 }
 
+/// The mixtures of experts of a model, which are alike.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Experts {
+    n_experts: usize,
+    /// Experts that a token goes through.
+    choices: usize,
+    d_ff: usize,
+    sigmoid: bool,
+    normalized: bool,
+    /// The bits of an f32.
+    scale: u32,
+}
+
 /// Row stride of each matrix, in elements.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Pitches {
@@ -76,6 +94,8 @@ struct Pitches {
     output: usize,
     up: usize,
     down: usize,
+    experts_up: usize,
+    experts_down: usize,
     embedding: usize,
     head: usize,
     positions: usize,
@@ -98,13 +118,24 @@ impl Shape {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
+    /// Columns between the products of a row's feed-forward layer, of all its experts.
+    fn between(&self) -> usize {
+        self.d_ff.max(self.experts.as_ref().map_or(0, |experts| experts.choices * experts.d_ff))
+    }
+
+    /// Rows of the first and of the second projection.
+    fn gates(&self) -> usize {
+        if self.gated { 2 } else { 1 }
+    }
+
     /// Words exchanged between blocks, as counted in the source.
     fn words(&self, rows: usize) -> usize {
-        let Self { d_model, n_heads, head_dim, d_ff, blocks, .. } = *self;
+        let Self { d_model, n_heads, head_dim, blocks, .. } = *self;
         let parts = rows * n_heads * self.splits(rows);
-        let between = if self.dtype == DType::F32 { d_ff } else { d_ff / 2 };
-        let lines = rows * (2 * d_model + self.qkv_rows() + between + 2 * blocks);
-        lines + parts * head_dim + parts.next_multiple_of(2)
+        let of_word = if self.dtype == DType::F32 { 1 } else { 2 };
+        let lines = rows * (2 * d_model + self.qkv_rows() + self.between() / of_word + 2 * blocks);
+        let logits = rows * self.experts.as_ref().map_or(0, |experts| experts.n_experts);
+        lines + logits.next_multiple_of(2) + parts * head_dim + parts.next_multiple_of(2)
     }
 
     /// Maximum weight rows per block, for `count` weights in one, distributed by `unit`.
@@ -115,22 +146,40 @@ impl Shape {
     /// Partial sums of a block's `own` rows of a weight with `k` columns, as in the source: one per
     /// warp that shares a row.
     fn sums(&self, rows: usize, own: usize, k: usize) -> usize {
-        let (tiles, steps) = (own.div_ceil(TILE), (k / self.together()).div_ceil(32));
+        self.sharers(own.div_ceil(TILE), k) * own * rows
+    }
+
+    /// Warps that share a tile of a weight with `k` columns, of so many.
+    fn sharers(&self, tiles: usize, k: usize) -> usize {
+        let steps = (k / self.together()).div_ceil(32);
         let taken = |split: usize| (tiles * split).div_ceil(WARPS) * (steps.div_ceil(split) + 2);
         let splits = [1, 2, 4, 8, 16].into_iter().filter(|split| *split <= WARPS.min(steps));
-        let split = splits.min_by_key(|split| taken(*split)).unwrap_or(1);
-        split * own * rows
+        splits.min_by_key(|split| taken(*split)).unwrap_or(1)
+    }
+
+    /// The same sums of experts, and the bytes in which a step's choices are.
+    fn of_experts(&self, rows: usize, experts: &Experts) -> (usize, usize) {
+        let Experts { n_experts, choices, d_ff, .. } = *experts;
+        let (slots, of_output) = (rows * choices, self.own(self.d_model, 1, 2));
+        let chosen = n_experts.min(slots);
+        let mixers = self.blocks.min(self.d_model / 2);
+        let of_up = |chosen: usize| self.gates() * 2 * (chosen * (d_ff / 2)).div_ceil(mixers);
+        let up = of_up(chosen) * self.sharers(of_up(choices).div_ceil(TILE), self.d_model);
+        let down = chosen * of_output * self.sharers(choices * of_output.div_ceil(TILE), d_ff);
+        let routing = rows * n_experts + 3 * slots + 1 + 2 * chosen + rows * chosen;
+        (rows * up.max(down).max(WARPS), 4 * routing)
     }
 
     /// Shared memory in bytes, as counted in the source.
     fn shared_bytes(&self, rows: usize) -> usize {
         let Self { d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size, .. } = *self;
         let width = n_heads * head_dim;
-        let input = rows * d_model.max(width).max(d_ff) * self.dtype.size();
+        let input = rows * d_model.max(width).max(self.between()) * self.dtype.size();
         let group = n_heads / n_kv_heads;
         let heads = group.div_ceil(group.div_ceil(4));
         let attention = 4 * (heads * head_dim + 2 * head_dim + WARPS * head_dim + WARPS * 2);
-        let of_up = self.own(d_ff, if self.gated { 2 } else { 1 }, 2);
+        let of_up = self.own(d_ff, self.gates(), 2);
+        let (of_experts, routing) = self.experts.as_ref().map_or((0, 0), |experts| self.of_experts(rows, experts));
         let of_output = self.own(d_model, 1, 2);
         let of_qkv = self.own(self.qkv_rows(), 1, 2);
         let products = [
@@ -139,20 +188,22 @@ impl Shape {
             self.sums(rows, of_up, d_model),
             self.sums(rows, of_output, d_ff),
             self.sums(rows, self.own(vocab_size, 1, 1), d_model),
+            of_experts,
         ];
         let sums = 4 * products.into_iter().fold(0, usize::max);
         let others = 4 * rows * of_output;
         let layers =
             (input.max(attention).next_multiple_of(16) + sums.next_multiple_of(16) + others).next_multiple_of(16);
-        layers + 2 * 8 * POINTERS + 16 * of_qkv.max(of_output).max(of_up) + WARPS * 16
+        layers + 2 * 8 * POINTERS + 16 * of_qkv.max(of_output).max(of_up) + WARPS * 16 + routing
     }
 
     /// Maximum rows of a step: limited by shared memory, and by where separate operations, with
     /// tensor cores, are faster.
     fn most_rows(&self) -> Result<usize, Declined> {
-        let Self { d_model, n_heads, head_dim, d_ff, gated, .. } = *self;
-        let of_layer = d_model * (self.qkv_rows() + n_heads * head_dim + d_ff * if gated { 3 } else { 2 });
-        let most = if of_layer <= FEW_PARAMETERS { 8 } else { 4 };
+        let Self { d_model, n_heads, head_dim, d_ff, .. } = *self;
+        let of_layer = d_model * (self.qkv_rows() + n_heads * head_dim + d_ff * (self.gates() + 1));
+        // Those of experts are multiplied by the rows that chose them.
+        let most = if self.experts.is_some() || of_layer <= FEW_PARAMETERS { 8 } else { 4 };
         // The source itself needs the last 16 bytes.
         let fits = |rows: &usize| *rows <= most && self.shared_bytes(*rows) + 16 <= HOPPER_SHARED_BYTES;
         ROWS.into_iter().rfind(fits).ok_or_else(|| Declined::new("the model is too wide for shared memory"))
@@ -177,19 +228,6 @@ impl CudaKernel for DecodeStepAnyShape {
 
     fn source(&self) -> String {
         let shape = &self.shape;
-        let activation = match shape.activation {
-            ActivationKind::GeluErf => 0,
-            ActivationKind::GeluTanh => 1,
-            ActivationKind::Relu => 2,
-            ActivationKind::Silu => 3,
-            ActivationKind::QuickGelu => 4,
-            ActivationKind::ReluSquared => 5,
-        };
-        let dtype = match shape.dtype {
-            DType::BF16 => 1,
-            DType::F16 => 2,
-            _ => 0,
-        };
         let defined = [
             ("BATCH", self.rows),
             ("N_LAYERS", shape.n_layers),
@@ -198,13 +236,18 @@ impl CudaKernel for DecodeStepAnyShape {
             ("N_KV_HEADS", shape.n_kv_heads),
             ("HEAD_DIM", shape.head_dim),
             ("D_FF", shape.d_ff),
+            ("N_EXPERTS", shape.experts.as_ref().map_or(0, |experts| experts.n_experts)),
+            ("CHOICES", shape.experts.as_ref().map_or(1, |experts| experts.choices)),
+            ("EXPERT_FF", shape.experts.as_ref().map_or(16, |experts| experts.d_ff)),
+            ("SIGMOID", shape.experts.as_ref().is_some_and(|experts| experts.sigmoid).into()),
+            ("NORMALIZED", shape.experts.as_ref().is_some_and(|experts| experts.normalized).into()),
             ("VOCABULARY", shape.vocab_size),
             ("PAGE_TOKENS", shape.page_tokens),
             ("WINDOW", shape.window.map_or(0, |window| window.min(MOST_WINDOW))),
             ("LAYER_NORM", shape.layer_norm.into()),
-            ("ACTIVATION", activation),
+            ("ACTIVATION", shape.activation.number()),
             ("GATED", shape.gated.into()),
-            ("DTYPE", dtype),
+            ("DTYPE", cuda::dtype_number(shape.dtype)),
             ("INT8", (shape.format == Some(Format::Int8)).into()),
             ("CACHE_INT8", shape.cache_int8.into()),
             ("BLOCKS", shape.blocks),
@@ -212,6 +255,8 @@ impl CudaKernel for DecodeStepAnyShape {
             ("OUT_PITCH", shape.pitches.output),
             ("UP_PITCH", shape.pitches.up),
             ("DOWN_PITCH", shape.pitches.down),
+            ("EXPERTS_UP_PITCH", shape.pitches.experts_up),
+            ("EXPERTS_DOWN_PITCH", shape.pitches.experts_down),
             ("EMBEDDING_PITCH", shape.pitches.embedding),
             ("HEAD_PITCH", shape.pitches.head),
             ("POSITION_PITCH", shape.pitches.positions),
@@ -222,17 +267,20 @@ impl CudaKernel for DecodeStepAnyShape {
         ];
         let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(shape.epsilon);
+        let expert_scale = shape.experts.as_ref().map_or(1.0, |experts| f32::from_bits(experts.scale));
         let headers = [
             EXCHANGE,
             LARGEST,
-            ("any_shape/numbers.cuh", include_str!("sm90/any_shape/numbers.cuh")),
+            NUMBERS,
             ("any_shape/inputs.cuh", include_str!("sm90/any_shape/inputs.cuh")),
             ("any_shape/attention.cuh", include_str!("sm90/any_shape/attention.cuh")),
             ("any_shape/products.cuh", include_str!("sm90/any_shape/products.cuh")),
+            ("any_shape/experts.cuh", include_str!("sm90/any_shape/experts.cuh")),
             ("any_shape/greedy.cuh", include_str!("sm90/any_shape/greedy.cuh")),
         ];
         let body = cuda::included(include_str!("sm90/any_shape.cu"), &headers);
-        format!("{defined}#define EPSILON {epsilon:e}f\n{}{body}", include_str!("sm90/watch.cuh"))
+        let floats = format!("#define EPSILON {epsilon:e}f\n#define EXPERT_SCALE {expert_scale:e}f\n");
+        format!("{defined}{floats}{}{body}", include_str!("sm90/watch.cuh"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -245,8 +293,8 @@ impl CudaKernel for DecodeStepAnyShape {
     }
 }
 
-/// Named kernels for one row of GPT-2, a 1B Llama with a cache in bf16 and in INT8, and an INT8
-/// Qwen2. With both weights and cache in INT8 some spill 20 bytes.
+/// Named kernels for one row of GPT-2, a 1B Llama with a cache in bf16 and in INT8, an INT8 Qwen2,
+/// and a Qwen3 with experts. With both weights and cache in INT8 some spill 20 bytes.
 pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
     let gpt2 = Shape {
         n_layers: 12,
@@ -255,6 +303,7 @@ pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
         n_kv_heads: 12,
         head_dim: 64,
         d_ff: 3072,
+        experts: None,
         vocab_size: 50_257,
         page_tokens: 64,
         window: None,
@@ -280,12 +329,19 @@ pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
         ..silu(gpt2.clone())
     };
     let bytes = Shape { cache_int8: true, ..llama.clone() };
-    let all = [("gpt2", gpt2), ("llama", llama), ("llama-cache-int8", bytes), ("qwen2-int8", qwen2)];
+    let experts =
+        Experts { n_experts: 128, choices: 8, d_ff: 768, sigmoid: false, normalized: true, scale: 1f32.to_bits() };
+    let of_experts =
+        Shape { n_kv_heads: 4, head_dim: 128, d_ff: 0, experts: Some(experts), vocab_size: 151_936, ..llama.clone() };
+    let all =
+        [("gpt2", gpt2), ("llama", llama), ("llama-cache-int8", bytes), ("qwen2-int8", qwen2), ("experts", of_experts)];
     all.into_iter().map(|(name, shape)| {
         let [model, heads] = [shape.d_model, shape.n_heads * shape.head_dim];
         let [embedding, head, positions] = [model; 3];
+        let (experts_down, angles) = (shape.experts.as_ref().map_or(0, |experts| experts.d_ff), shape.head_dim / 2);
+        let (qkv, up, experts_up, down) = (model, model, model, shape.d_ff);
         let pitches =
-            Pitches { qkv: model, output: heads, up: model, down: shape.d_ff, embedding, head, positions, angles: 32 };
+            Pitches { qkv, output: heads, up, down, experts_up, experts_down, embedding, head, positions, angles };
         let kernel = DecodeStepAnyShape { rows: 1, shape: Shape { pitches, ..shape } };
         (format!("{}-{name}", kernel.entry()), kernel.source())
     })
@@ -327,6 +383,27 @@ fn with_pitch<R: CubeRuntime>(
     Ok(x)
 }
 
+/// The mixtures of a model, if there are any.
+fn experts_of<B: Backend>(model: &DecodeModel<B>) -> Result<Option<Experts>, Declined> {
+    let of = |block: &DecodeBlock<B>| {
+        let DecodeRouter { weight, choice, .. } = block.router.as_ref()?;
+        Some(Experts {
+            n_experts: weight.dims()[0],
+            choices: choice.experts_per_token,
+            d_ff: block.down.dims()[1],
+            sigmoid: choice.sigmoid,
+            normalized: choice.normalized,
+            scale: (choice.scale as f32).to_bits(),
+        })
+    };
+    let mut all = model.blocks.iter().filter_map(of);
+    let Some(first) = all.next() else { return Ok(None) };
+    if all.any(|experts| experts != first) {
+        return Err(Declined::new("experts differ between blocks"));
+    }
+    Ok(Some(first))
+}
+
 /// The kernel's prepared state for a model and its caches, if it supports them, with the maximum
 /// rows of a step.
 pub(super) fn plan<R, F, I, BT>(
@@ -341,11 +418,16 @@ where
     let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, activations, window } =
         model;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
-    let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
+    if blocks.is_empty() {
+        return Err(Declined::new("there are no blocks"));
+    }
     let format = format_of(embedding)?;
     let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, KvStorage::Int8 { .. }));
     let [vocab_size, d_model] = embedding.dims();
-    let up_width = first.up.dims()[0];
+    let experts = experts_of(model)?;
+    let mut dense = blocks.iter().filter(|block| block.router.is_none()).map(|block| block.up.dims()[0]);
+    let up_width = dense.next();
+    let one_width = dense.all(|width| Some(width) == up_width);
     let (epsilon, kind) = (final_norm.epsilon, final_norm.kind);
     let on_device = primitive(final_norm.gamma.clone());
     let mut shape = Shape {
@@ -354,7 +436,8 @@ where
         n_heads,
         n_kv_heads,
         head_dim,
-        d_ff: activation.output_width(up_width),
+        d_ff: up_width.map_or(0, |width| activation.output_width(width)),
+        experts,
         vocab_size,
         page_tokens: caches[0].dims()[2],
         window: *window,
@@ -376,7 +459,13 @@ where
         ("heads of this width", head_dim.is_multiple_of(8) && head_dim <= 256),
         ("all heads together of this width", (n_heads * head_dim).is_multiple_of(columns)),
         ("this d_ff", shape.d_ff.is_multiple_of(columns)),
-        ("blocks of several widths", blocks.iter().all(|block| block.up.dims()[0] == up_width)),
+        ("blocks of several widths", one_width),
+        (
+            "experts of this width, or as many per token",
+            shape.experts.as_ref().is_none_or(|experts| {
+                experts.d_ff > 0 && experts.d_ff.is_multiple_of(columns) && experts.choices <= MOST_CHOICES
+            }),
+        ),
         ("more than 2^30 tokens", vocab_size < 1 << 30),
     ] {
         if !fits {
@@ -402,7 +491,9 @@ where
     for (block, cache) in blocks.iter().zip(*caches) {
         let DecodeBlock { attention_norm, qkv, placement, output, feed_forward_norm, up, down, .. } = block;
         let mut scales = Vec::new();
-        let Pitches { qkv: of_qkv, output: of_output, up: of_up, down: of_down, .. } = &mut pitches;
+        let Pitches { qkv: of_qkv, output: of_output, up: of_up, down: of_down, experts_up, experts_down, .. } =
+            &mut pitches;
+        let (of_up, of_down) = if block.router.is_some() { (experts_up, experts_down) } else { (of_up, of_down) };
         for (weight, name, pitch) in
             [(qkv, "qkv", of_qkv), (output, "output", of_output), (up, "up", of_up), (down, "down", of_down)]
         {
@@ -437,6 +528,14 @@ where
             of_cache.push(hold(scales, "the cache's scales")?);
         }
         addresses.extend(of_cache);
+        let router = block.router.as_ref();
+        let weight = router.map(|router| contiguous(primitive(router.weight.clone().cast(DType::F32))));
+        addresses.push(hold(weight, "the router")?);
+        for bias in
+            [router.and_then(|router| router.bias.as_ref()), router.and_then(|router| router.choice_bias.as_ref())]
+        {
+            addresses.push(hold(bias.map(vector), "the router's bias")?);
+        }
     }
     debug_assert_eq!(addresses.len(), POINTERS * blocks.len());
     let (embedding, embedding_scales) = matrix(embedding, "the embedding", dtype, format)?;

@@ -100,6 +100,7 @@ where
     let d_ff = first.up.dims()[0] / 2;
     let [_, _, page_tokens, _] = caches[0].dims();
     let sizes = [
+        ("mixtures of experts", blocks.iter().all(|block| block.router.is_none())),
         ("the dtype of activations", *activations == FloatDType::BF16),
         ("d_model", d_model == SLICE),
         ("head_dim", head_dim == HEAD_DIM),

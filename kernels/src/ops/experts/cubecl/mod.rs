@@ -22,9 +22,11 @@ use self::choose::choose;
 use self::product::CubeMatrix;
 use self::products::Products;
 use self::sums::grouped_sums;
+#[cfg(feature = "cuda")]
+use super::few_rows::FewRows;
 use super::{
-    ChooseExperts, ExpertLoads, ExpertsBackward, ExpertsForward, ExpertsGradients, ExpertsOps, ExpertsOutput, Pass,
-    Sizes, limited, reference,
+    ChooseExperts, ExpertLoads, ExpertsBackward, ExpertsForward, ExpertsGradients, ExpertsLayer, ExpertsOps,
+    ExpertsOutput, Pass, Sizes, limited, reference,
 };
 use crate::checked::Checked;
 use crate::cubecl::{array, empty, grid, vector_width};
@@ -48,6 +50,10 @@ where
         let sizes = operands.sizes();
         let ExpertsForward { x, chosen, weights, layer, keeps } = operands;
         let dtype = x.dtype();
+        #[cfg(feature = "cuda")]
+        if !keeps && let Some(outputs) = of_few_rows(&x, &chosen, &weights, &layer, sizes) {
+            return ExpertsOutput { output: float(combined(outputs, sizes.k)), inner: None };
+        }
         let [up, down] = [layer.up, layer.down].map(|weight| cube_matrix(weight, dtype));
         let biases = [layer.up_bias, layer.down_bias].map(|bias| bias.map(primitive));
         let pass =
@@ -117,6 +123,39 @@ where
     fn expert_loads(operands: Checked<ExpertLoads<Self>>) -> Tensor<Self, 1> {
         reference::expert_loads(operands.into_inner())
     }
+}
+
+/// The outputs of all slots by the kernel for few rows, if it is for these operands.
+#[cfg(feature = "cuda")]
+fn of_few_rows<R, B>(
+    x: &Tensor<B, 2>,
+    chosen: &Tensor<B, 2, Int>,
+    weights: &Tensor<B, 2>,
+    layer: &ExpertsLayer<B>,
+    sizes: Sizes,
+) -> Option<CubeTensor<R>>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let ExpertsLayer { up: Weight::Float(up), down: Weight::Float(down), .. } = layer else { return None };
+    let x = primitive(x.clone());
+    if !FewRows::are_few(&x, sizes) {
+        return None;
+    }
+    let bias = |bias: &Option<Tensor<B, 1>>| bias.as_ref().map(|bias| primitive(bias.clone().cast(DType::F32)));
+    FewRows {
+        x,
+        chosen: chosen.clone().into_primitive(),
+        weights: primitive(weights.clone().cast(DType::F32)),
+        up: primitive(up.clone()),
+        up_bias: bias(&layer.up_bias),
+        activation: layer.activation,
+        limit: layer.limit,
+        down: primitive(down.clone()),
+        down_bias: bias(&layer.down_bias),
+    }
+    .outputs(sizes)
 }
 
 /// A stack of matrices as kernels read it: as stored if they know the format, otherwise in `dtype`.

@@ -101,17 +101,18 @@ __device__ __forceinline__ void normed(
     }
     __syncthreads();
 }
-// What stands between the products of the feed-forward layer.
-__device__ __forceinline__ void of_feed_forward(const Step& step) {
-    constexpr int PAIRS = H_WORDS / 2, SOME = 4;
+// What stands between the products of the feed-forward layer, in so many columns.
+__device__ __forceinline__ void of_feed_forward(const Step& step, int columns) {
+    constexpr int SOME = 4;
+    const int pairs = step.rows * columns / (2 * OF_WORD);
     const u64* from = step.scratch + AT_H;
     #pragma unroll 1
-    for (int begin = step.thread; begin < step.rows * PAIRS; begin += SOME * THREADS) {
+    for (int begin = step.thread; begin < pairs; begin += SOME * THREADS) {
         Two v[SOME];
         poll([&] {
             bool all = true;
             #pragma unroll
-            for (int i = 0; i < SOME; i++) v[i] = ask_two(from + 2 * min(begin + i * THREADS, step.rows * PAIRS - 1));
+            for (int i = 0; i < SOME; i++) v[i] = ask_two(from + 2 * min(begin + i * THREADS, pairs - 1));
             #pragma unroll
             for (int i = 0; i < SOME; i++) all = all && v[i].there(step.epoch);
             return all;
@@ -119,8 +120,8 @@ __device__ __forceinline__ void of_feed_forward(const Step& step) {
         #pragma unroll
         for (int i = 0; i < SOME; i++) {
             const int at = begin + i * THREADS;
-            if (at >= step.rows * PAIRS) break;
-            Half* to = reinterpret_cast<Half*>(memory) + at / PAIRS * D_FF + at % PAIRS * (2 * D_FF / H_WORDS);
+            if (at >= pairs) break;
+            Half* to = reinterpret_cast<Half*>(memory) + at * (2 * OF_WORD);
             *reinterpret_cast<uint2*>(to) = make_uint2(v[i].a.v, v[i].b.v);
         }
     }

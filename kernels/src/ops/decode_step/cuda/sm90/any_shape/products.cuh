@@ -1,59 +1,86 @@
 // Products of a block's rows of a matrix and all tokens.
 
-// What a warp multiplies: the rows of a tile, along its steps. Its first weights can be read before
-// there is an input.
+// What a warp multiplies: tasks, each the rows of a tile along some steps, STEPS at a time. The
+// first weights can be read before there is an input, and those of the next task before this one is
+// over.
 struct Weights {
     const Part& part;
-    int warp, lane, tiles, task, at, end;
+    int warp, lane, tasks;
+    int task, at, end;                                 // of what is multiplied
+    int next, next_at, next_end;                       // of what is read
     const uint4* from[TILE];
     using Registers = uint4[STEPS][TILE];
 
     __device__ __forceinline__ Weights(const Step& step, const Part& part, Registers& v)
         : part(part), warp(step.warp), lane(step.lane) {
-        tiles = ceil_div(part.count * part.own, TILE);
-        begin(warp, v);
+        tasks = ceil_div(part.all(), TILE) << part.split_bits;
+        begin(warp);
+        #pragma unroll
+        for (int a = 0; a < STEPS; a++) read(v[a], a);
+        turn();
     }
-    __device__ __forceinline__ bool has() const { return task < tiles << part.split_bits; }
+    __device__ __forceinline__ bool has() const { return task < tasks; }
     __device__ __forceinline__ int row() const { return (task >> part.split_bits) * TILE; }
     __device__ __forceinline__ int share() const { return task & ((1 << part.split_bits) - 1); }
-    __device__ __forceinline__ int loads() const { return part.k / WEIGHTS; }
-    __device__ __forceinline__ bool begin(int next, Registers& v) {
-        task = next;
+    // Goes on with what was read.
+    __device__ __forceinline__ void turn() { task = next, at = next_at, end = next_end; }
+    __device__ __forceinline__ void begin(int which) {
+        next = which;
         // Without a task all are zeros: what is not set lives on in registers.
-        const int steps = has() ? ceil_div(loads(), 32) : 0;
-        at = steps * share() >> part.split_bits, end = steps * (share() + 1) >> part.split_bits;
+        const int steps = next < tasks ? ceil_div(part.loads, 32) : 0, share = next & ((1 << part.split_bits) - 1);
+        next_at = steps * share >> part.split_bits, next_end = steps * (share + 1) >> part.split_bits;
         #pragma unroll
         for (int i = 0; i < TILE; i++) {
-            const int r = min(row() + i, part.count * part.own - 1);
-            const int n = r < part.own ? part.first + r : part.n + part.first + r - part.own;
-            from[i] = reinterpret_cast<const uint4*>(part.weight + static_cast<u64>(max(n, 0)) * part.pitch) + lane;
+            const int r = max(min((next >> part.split_bits) * TILE + i, part.all() - 1), 0);
+            from[i] = reinterpret_cast<const uint4*>(part.weight + static_cast<u64>(part.line(r)) * part.pitch) + lane;
         }
-        #pragma unroll
-        for (int a = 0; a < STEPS; a++) read(v[a], at + a);
-        return has();
     }
-    __device__ __forceinline__ int load(int s) const { return s * 32 + lane; }
-    __device__ __forceinline__ void read(uint4 (&v)[TILE], int s) const {
-        const bool there = s < end && load(s) < loads();
+    // What is read next: further steps of the same rows, or another task's.
+    __device__ __forceinline__ void ahead() {
+        if (at + STEPS < end) next_at = at + STEPS;
+        else begin(task + WARPS);
+    }
+    __device__ __forceinline__ void read(uint4 (&v)[TILE], int a) const {
+        const int s = next_at + a;
+        const bool there = s < next_end && s * 32 + lane < part.loads;
         #pragma unroll
         for (int i = 0; i < TILE; i++) v[i] = there ? stream(from[i] + s * 32) : make_uint4(0, 0, 0, 0);
     }
 };
 
-// This block's rows of a weight, by the input in shared memory: sums, which `sum_of` gives.
+// This block's rows of a weight, by the input in shared memory: sums, which `sum_of` gives. Those of
+// experts are multiplied by the inputs of their slots.
 __device__ __forceinline__ void multiply(const Step& step, const Part& part, Weights& w, Weights::Registers& v) {
     constexpr int PARTS = WEIGHTS / HALVES;
     const Half* input = reinterpret_cast<const Half*>(memory);
     float* sums = step.sums();
     #pragma unroll 1
-    for (bool more = w.has(); more; more = w.task + WARPS < w.tiles << part.split_bits && w.begin(w.task + WARPS, v)) {
+    while (w.has()) {
         float sum[TILE][BATCH] = {};
+        const int row = w.row(), share = w.share();
+        int inputs[BATCH];
+        int count = BATCH;
+        #pragma unroll
+        for (int r = 0; r < BATCH; r++) inputs[r] = r * part.loads * WEIGHTS;
+        if (part.mixed()) {
+            const int place = part.place(row);
+            count = routing().members[place];
+            #pragma unroll
+            for (int r = 0; r < BATCH; r++) {
+                const int slot = routing().slots[place * BATCH + min(r, count - 1)];
+                inputs[r] = (part.kind == Part::EXPERTS_UP ? slot / CHOICES : slot) * part.loads * WEIGHTS;
+            }
+        }
+        bool more = true;
         #pragma unroll 1
-        for (; w.at < w.end; w.at += STEPS) {
+        while (more) {
+            const int from = w.at, end = w.end;
+            more = from + STEPS < end;
+            w.ahead();
             #pragma unroll
             for (int a = 0; a < STEPS; a++) {
-                const int load = w.load(w.at + a);
-                if (w.at + a < w.end && load < w.loads()) {
+                const int load = (from + a) * 32 + step.lane;
+                if (from + a < end && load < part.loads) {
                     #pragma unroll
                     for (int p = 0; p < PARTS; p++) {
                         float f[TILE][HALVES];
@@ -61,9 +88,10 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
                         for (int i = 0; i < TILE; i++) spread_weights(f[i], v[a][i], p);
                         #pragma unroll
                         for (int r = 0; r < BATCH; r++) {
+                            if (MIXTURE && r > 0 && r >= count) break;
                             float x[HALVES];
-                            spread(
-                                x, *reinterpret_cast<const uint4*>(input + r * part.k + load * WEIGHTS + p * HALVES));
+                            const int at = inputs[r] + load * WEIGHTS + p * HALVES;
+                            spread(x, *reinterpret_cast<const uint4*>(input + at));
                             #pragma unroll
                             for (int i = 0; i < TILE; i++) {
                                 #pragma unroll
@@ -72,16 +100,17 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
                         }
                     }
                 }
-                w.read(v[a], w.at + STEPS + a);
+                w.read(v[a], a);
             }
+            w.turn();
         }
         #pragma unroll
         for (int i = 0; i < TILE; i++) {
             #pragma unroll
             for (int r = 0; r < BATCH; r++) {
                 const float all = sum_lanes(sum[i][r]);
-                if (step.lane == (i * BATCH + r) % 32 && w.row() + i < part.rows) {
-                    sums[(w.share() * part.rows + w.row() + i) * BATCH + r] = all;
+                if (step.lane == (i * BATCH + r) % 32 && row + i < part.rows) {
+                    sums[(share * part.rows + row + i) * BATCH + r] = all;
                 }
             }
         }
@@ -104,8 +133,10 @@ struct Extras {
 
     __device__ __forceinline__ Extras(const Step& step, const Part& part, int turn)
         : part(part), at(reinterpret_cast<float*>(memory + AT_EXTRAS) + turn % 2 * (2 * MOST_ROWS)) {
-        if (step.thread < least(part.count * part.own, MOST_ROWS)) read(step.thread);
+        if (step.thread < least(own(), MOST_ROWS)) read(step.thread);
     }
+    // Those of experts are read where they are needed.
+    __device__ __forceinline__ int own() const { return part.mixed() ? 0 : part.count * part.own; }
     __device__ __forceinline__ void read(int i) {
         const int n = i < part.own ? part.first + i : part.n + part.first + i - part.own;
         if (INT8) scale = part.scales[n];
@@ -113,7 +144,7 @@ struct Extras {
     }
     __device__ __forceinline__ void keep(const Step& step) {
         #pragma unroll 1
-        for (int i = step.thread; i < part.count * part.own; i += THREADS) {
+        for (int i = step.thread; i < own(); i += THREADS) {
             if (i >= THREADS) read(i);
             at[i] = scale, at[MOST_ROWS + i] = bias;
         }

@@ -1,6 +1,8 @@
 //! Invariants of fused decode steps, on devices with a kernel for these tests' models. Elsewhere
 //! the models are smaller and run operation by operation.
 
+mod experts;
+
 use std::path::Path;
 
 use fireclay::Failure;
