@@ -47,8 +47,9 @@ pub fn cuda_sources() -> Vec<CudaSource> {
 }
 
 /// The operations that have CUDA C++ kernels, with the families that these are for.
-const FAMILIES: [(&str, &[Arch]); 8] = [
+const FAMILIES: [(&str, &[Arch]); 9] = [
     ("linear", &[Arch::Sm80, Arch::Sm90]),
+    ("lora", &[Arch::Sm90]),
     ("attention", &[Arch::Sm80, Arch::Sm90]),
     ("norm", &[Arch::Sm80, Arch::Sm90]),
     ("experts", &[Arch::Sm90]),
@@ -60,7 +61,7 @@ const FAMILIES: [(&str, &[Arch]); 8] = [
 
 /// Operations whose kernels of a family run [only if asked for](cuda::is_forced), until their parity
 /// tests have run to their end on a device.
-const ASKED_FOR: [(&str, Arch); 2] = [("attention", Arch::Sm80), ("experts", Arch::Sm90)];
+const ASKED_FOR: [(&str, Arch); 3] = [("attention", Arch::Sm80), ("experts", Arch::Sm90), ("lora", Arch::Sm90)];
 
 /// Which operations have kernels of a family, and which run the portable ones.
 pub(crate) fn families(family: Option<Arch>) -> String {
