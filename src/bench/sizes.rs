@@ -202,7 +202,8 @@ mod tests {
             ("gemma-3-1b", 1.000),
             ("phi-4-mini", 3.836),
             ("gpt2-124m", 0.124),
-            ("llama-15m", 0.0152),
+            // With a head of its own, unlike the original.
+            ("llama-15m", 0.0244),
         ] {
             let own = parameters(name);
             assert!((own / wanted - 1.0).abs() < 5e-3, "{name}: {own} billion parameters instead of {wanted}");

@@ -246,7 +246,7 @@ fn qkv_norm_kernel<F: Float, N: Size>(
             }
         }
         if UNIT_POS_X == 0 {
-            inverse[row as usize] = select(head < n_normed, scale, 1.0f32);
+            inverse[row as usize] = select(head < n_normed, scale, 0.0f32);
         }
     }
 }

@@ -66,7 +66,7 @@ impl<B: Backend> Operands for QkvNormForward<B> {
 pub struct QkvNormOutput<B: Backend> {
     /// `[batch_size, seq_length, width]`, of the dtype of the input.
     pub output: Tensor<B, 3>,
-    /// One over the root mean square of each head, 1 for value heads, f32 `[batch_size * seq_length *
+    /// One over the root mean square of each head, 0 for value heads, f32 `[batch_size * seq_length *
     /// heads, 1]`.
     pub inverse_deviation: Tensor<B, 2>,
 }

@@ -47,10 +47,10 @@ pub(super) fn forward_with<B: Backend>(
     let QkvNormForward { qkv, heads, norms } = operands;
     let dims = qkv.dims();
     let [query, key, value] = parts(heads).map(|part| rows_of(&qkv, heads.head_dim, part));
-    let ones = Tensor::ones([value.dims()[0], 1], (&qkv.device(), DType::F32));
+    let none = Tensor::zeros([value.dims()[0], 1], (&qkv.device(), DType::F32));
     let query = norm_forward(NormForward { x: query, norm: norms.query });
     let key = norm_forward(NormForward { x: key, norm: norms.key });
-    let inverses = packed([query.inverse_deviation, key.inverse_deviation, ones], dims);
+    let inverses = packed([query.inverse_deviation, key.inverse_deviation, none], dims);
     let rows = dims.iter().product::<usize>() / heads.head_dim;
     QkvNormOutput {
         output: packed([query.output, key.output, value], dims),
