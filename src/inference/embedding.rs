@@ -30,7 +30,7 @@ enum Pooling {
 /// An encoder with its tokenizer.
 pub struct Embedder<B: Backend> {
     model: Transformer<B>,
-    texts: TextEncoder,
+    text_encoder: TextEncoder,
     pooling: Pooling,
     device: B::Device,
 }
@@ -55,7 +55,7 @@ impl<B: Backend> Embedder<B> {
         if model.config().attention == AttentionDirection::Causal {
             return Err(Failure::new(format!("{}: not an encoder: it has no embeddings", folder.display())));
         }
-        Ok(Self { model, texts: TextEncoder::open(folder)?, pooling: pooling(folder)?, device })
+        Ok(Self { model, text_encoder: TextEncoder::open(folder)?, pooling: pooling(folder)?, device })
     }
 
     /// The model.
@@ -65,12 +65,12 @@ impl<B: Backend> Embedder<B> {
 
     /// Its tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
-        self.texts.tokenizer()
+        self.text_encoder.tokenizer()
     }
 
-    /// What encodes its texts.
-    pub fn texts(&self) -> &TextEncoder {
-        &self.texts
+    /// What encodes its inputs.
+    pub fn text_encoder(&self) -> &TextEncoder {
+        &self.text_encoder
     }
 
     /// An embedding of `d_model` elements per input, from [`TextEncoder::encode`].
@@ -82,7 +82,7 @@ impl<B: Backend> Embedder<B> {
         let (context, known) = (self.model.config().context_length, self.model.config().vocab_size);
         for EncodedText { ids: text, types } in inputs {
             if types.is_empty() {
-                self.texts.takes_ids()?;
+                self.text_encoder.takes_ids()?;
             }
             if text.is_empty() || text.len() > context {
                 let length = text.len();
@@ -116,7 +116,7 @@ impl<B: Backend> Embedder<B> {
         let lengths: Vec<i32> = inputs.iter().map(|text| text.ids.len() as i32).collect();
         let lengths = Tensor::<B, 1, Int>::from_data(TensorData::new(lengths, [rows]), &self.device);
         let tokens = Tokens::from(padded(|text| &text.ids)).with_lengths(lengths);
-        let tokens = match self.texts.has_word_types() {
+        let tokens = match self.text_encoder.has_word_types() {
             true => tokens.with_types(padded(|text| &text.types)),
             false => tokens,
         };

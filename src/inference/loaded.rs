@@ -198,7 +198,7 @@ impl<B: Backend> Loaded<B> {
     /// Checks the rows and uploads them.
     fn tokens(&self, TokenRows { ids, length }: &TokenRows) -> Result<Tokens<B>, Failure> {
         if let Kind::Encoder(embedder) | Kind::Predictor { embedder, .. } = &self.kind {
-            embedder.texts().takes_ids().map_err(|failure| failure.about(&self.name))?;
+            embedder.text_encoder().takes_ids().map_err(|failure| failure.about(&self.name))?;
         }
         let (context, known) = (self.model().config().context_length, self.model().config().vocab_size);
         if *length == 0 || *length > context || ids.is_empty() {
@@ -271,8 +271,8 @@ impl<B: Backend> LoadedModel for Loaded<B> {
         let (Kind::Encoder(embedder) | Kind::Predictor { embedder, .. }) = &self.kind else {
             return Err(Failure::new(format!("{}: not an encoder: it has no text embeddings", self.name)));
         };
-        let texts = sentences.iter().map(|text| embedder.texts().encode(text));
-        embedder.embed(&texts.collect::<Result<Vec<_>, _>>()?)
+        let encoded = sentences.iter().map(|text| embedder.text_encoder().encode(text));
+        embedder.embed(&encoded.collect::<Result<Vec<_>, _>>()?)
     }
 
     fn predict(&self, utterances: &[String]) -> Result<Vec<Prediction>, Failure> {

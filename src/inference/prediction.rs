@@ -1,4 +1,4 @@
-//! Predictions for utterances, intent, probability and spans, and for texts, a label.
+//! Predictions for utterances, intent, probability and spans, and for labelled examples, a label.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -234,7 +234,7 @@ impl<B: Backend> Predictor<B> {
 pub enum AnyPredictor<B: Backend> {
     /// Intents and slots of utterances.
     Utterances(Box<Predictor<B>>),
-    /// Labels of texts.
+    /// Labels of examples.
     Labels(Box<Classifier<B>>),
 }
 

@@ -1,4 +1,4 @@
-//! Texts as an encoder reads them: tokens and, if the model's words have types, the type of each.
+//! Text as an encoder reads it: tokens and, if the model's words have types, the type of each.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl From<Vec<u32>> for EncodedText {
     }
 }
 
-/// Encodes texts for the model in a folder.
+/// Encodes text for the model in a folder.
 #[derive(Clone, Debug)]
 pub struct TextEncoder {
     tokenizer: Tokenizer,

@@ -97,8 +97,8 @@ pub(super) fn begins(tokenizer: &Tokenizer) -> Option<u32> {
 /// An encoder.
 pub(super) struct ServedEncoder {
     pub(super) tokenizer: Tokenizer,
-    /// What encodes texts for embeddings.
-    pub(super) texts: TextEncoder,
+    /// What encodes inputs of embeddings.
+    pub(super) text_encoder: TextEncoder,
     /// Maximum tokens of an input.
     pub(super) context: usize,
     pub(super) vocabulary: usize,
@@ -115,7 +115,7 @@ impl ServedEncoder {
         let config = embedder.model().config();
         Self {
             tokenizer: embedder.tokenizer().clone(),
-            texts: embedder.texts().clone(),
+            text_encoder: embedder.text_encoder().clone(),
             context: config.context_length,
             vocabulary: config.vocab_size,
             width: config.d_model,

@@ -1,4 +1,4 @@
-//! Plots of a run: `loss.svg`, and for utterances and labelled texts `confusion.svg`.
+//! Plots of a run: `loss.svg`, and for utterances and labelled examples `confusion.svg`.
 
 use std::path::Path;
 

@@ -170,7 +170,7 @@ backend_test!(an_embedding_gives_words_the_types_of_training::<B>(device) {
     for embedder in [of_predictor, Embedder::<B>::open(folder.path(), Precision::F32, device.clone())?] {
         // Noise is dropped, as in predictions, and rows of different lengths are padded.
         let said = ["show the quxly river", "River!", "quxly quxly's quxly"];
-        let encoded = said.iter().map(|said| embedder.texts().encode(said)).collect::<Result<Vec<_>, _>>()?;
+        let encoded = said.iter().map(|said| embedder.text_encoder().encode(said)).collect::<Result<Vec<_>, _>>()?;
         let embeddings = embedder.embed(&encoded)?;
         for ((said, encoded), embedding) in said.iter().zip(&encoded).zip(embeddings) {
             let (mut ids, mut types) = (vec![pieces.cls() as i32], vec![0]);

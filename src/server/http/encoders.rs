@@ -131,12 +131,12 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<EncodedText>, 
     };
     let refused = |failure: Failure| ApiError::param("input", failure.to_string());
     let given = |values: &[Value]| {
-        encoder.texts.takes_ids().map_err(refused)?;
+        encoder.text_encoder.takes_ids().map_err(refused)?;
         let ids = values.iter().map(token).collect::<Result<Vec<u32>, ApiError>>();
         ids.map(EncodedText::from)
     };
     let one = |value: &Value| match value {
-        Value::String(text) => encoder.texts.encode_foreign(text).map_err(refused),
+        Value::String(text) => encoder.text_encoder.encode_foreign(text).map_err(refused),
         Value::Array(values) => given(values),
         _ => Err(wrong()),
     };

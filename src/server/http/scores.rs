@@ -100,7 +100,8 @@ async fn scored(
             fits(encoder, pair.0.len()).map(|()| pair)
         };
         let text = |text: &String| {
-            let text = encoder.texts.encode_foreign(text).map_err(|failure| ApiError::request(failure.to_string()))?;
+            let text =
+                encoder.text_encoder.encode_foreign(text).map_err(|failure| ApiError::request(failure.to_string()))?;
             fits(encoder, text.ids.len()).map(|()| text)
         };
         Ok(match encoder.scores {

@@ -29,10 +29,10 @@
 // INT8 (1: weights are bytes with a scale for each row), CACHE_INT8 (1: keys and values are bytes
 // with a scale for each head of a token), BLOCKS, and how many elements lie between two rows of a
 // matrix: QKV_PITCH, OUT_PITCH, UP_PITCH, DOWN_PITCH, EXPERTS_UP_PITCH, EXPERTS_DOWN_PITCH,
-// EMBEDDING_PITCH, HEAD_PITCH, POSITION_PITCH, ANGLE_PITCH. N_EXPERTS is 0 without experts; with them, D_FF is that of layers without, or 0,
-// and there are CHOICES (experts of a token), EXPERT_FF (their inner width), SIGMOID (the router's
-// scores; 0: softmax), NORMALIZED and EXPERT_SCALE. WORDS and SHARED are what it takes to be needed of words, and of bytes of shared
-// memory.
+// EMBEDDING_PITCH, HEAD_PITCH, POSITION_PITCH, ANGLE_PITCH. N_EXPERTS is 0 without experts. With
+// them, D_FF is that of layers without, or 0, and there are CHOICES (experts of a token), EXPERT_FF
+// (their inner width), SIGMOID (the router's scores; 0: softmax), NORMALIZED and EXPERT_SCALE. WORDS
+// and SHARED are what it takes to be needed of words, and of bytes of shared memory.
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM;
 constexpr int HEADS_WIDTH = N_HEADS * HEAD_DIM;
@@ -129,9 +129,9 @@ __device__ constexpr int busiest(int tiles, int steps, int s) {
 }
 // Two to this are the warps that share a tile.
 __device__ constexpr int split_bits(int tiles, int steps, int bits = 0, int of = 1) {
-    return 1 << of > least(WARPS, steps)
-        ? bits
-        : split_bits(tiles, steps, busiest(tiles, steps, 1 << of) < busiest(tiles, steps, 1 << bits) ? of : bits, of + 1);
+    if (1 << of > least(WARPS, steps)) return bits;
+    const bool better = busiest(tiles, steps, 1 << of) < busiest(tiles, steps, 1 << bits);
+    return split_bits(tiles, steps, better ? of : bits, of + 1);
 }
 
 // How a block's warps share its rows of a weight [N, K]; where it is two in one, `COUNT`, a block
@@ -185,7 +185,7 @@ static_assert(AT_ROUTING + OF_ROUTING == SHARED && SHARED <= AT_WATCH, "shared m
 __device__ __forceinline__ Routing& routing() { return *reinterpret_cast<Routing*>(memory + AT_ROUTING); }
 
 // The products of a layer, one after the other; the router's where there are experts.
-enum { QKV, OUT, ROUTER, UP, DOWN };
+enum { QKV, OUT, ROUTER, UP, DOWN, TURNS };
 
 struct Step {
     const Layer* layers;
@@ -223,7 +223,7 @@ struct Step {
 struct Part {
     const Weight* weight;
     const float *scales, *bias;
-    int n, pitch, k, count, rows, split_bits;          // as `Product` has them
+    int n, pitch, loads, count, rows, split_bits;      // as `Product` has them; loads of a row
     int first, own;                                    // rows of the block
     // Of experts that were chosen, as if their matrices were one: for `up` the block's rows of all
     // gates, and those of what is gated, for `down` the same rows of each expert.
@@ -245,7 +245,7 @@ __device__ __forceinline__ Part part_of(
     const Step& step, const Weight* weight, const float* scales, const float* bias
 ) {
     const int first = P::begin(step.block), own = P::begin(step.block + 1) - first;
-    return {weight, scales, bias, P::N, P::PITCH, P::K, P::COUNT, P::ROWS, P::SPLIT_BITS, first, own};
+    return {weight, scales, bias, P::N, P::PITCH, P::K / WEIGHTS, P::COUNT, P::ROWS, P::SPLIT_BITS, first, own};
 }
 
 #include "any_shape/inputs.cuh"
@@ -279,114 +279,114 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
     }
     // The residual stream of the block's rows.
     float* residual = reinterpret_cast<float*>(memory + AT_RESIDUAL);
-    const int first = Out::begin(step.block), own = Out::begin(step.block + 1) - first;
-    #pragma unroll 1
-    for (int i = step.thread; i < step.rows * own; i += THREADS) {
-        residual[i % own * BATCH + i / own] = step.embedded(i / own, first + i % own);
+    {
+        const int first = Out::begin(step.block), own = Out::begin(step.block + 1) - first;
+        #pragma unroll 1
+        for (int i = step.thread; i < step.rows * own; i += THREADS) {
+            residual[i % own * BATCH + i / own] = step.embedded(i / own, first + i % own);
+        }
     }
     constexpr int POINTERS = sizeof(Layer) / 8;
     u64* kept = reinterpret_cast<u64*>(memory + AT_LAYERS);
     if (step.thread < POINTERS) kept[step.thread] = reinterpret_cast<const u64*>(layers)[step.thread];
     // After the last layer comes the head, in place of queries, keys and values.
     #pragma unroll 1
-    for (int l = 0; l <= N_LAYERS; l++) {
+    for (int phase = 0; phase <= N_LAYERS * TURNS; phase++) {
+        const int l = phase / TURNS, turn = phase % TURNS;
         const bool last = l == N_LAYERS;
         const Layer& layer = reinterpret_cast<const Layer*>(kept)[l % 2];
         u64* next = kept + (l + 1) % 2 * POINTERS;
-        #pragma unroll 1
-        for (int turn = QKV; turn <= (last ? QKV : DOWN); turn++) {
-            const bool mixed = MIXTURE && !last && layer.router;
-            if (turn == ROUTER && !mixed) continue;
-            // A block that owns no rows meets no other barrier: its warps would overwrite addresses
-            // that others still read.
-            __syncthreads();
-            // The next layer takes the place of the one before.
-            if (turn == QKV && step.thread < POINTERS) {
-                next[step.thread] = reinterpret_cast<const u64*>(layers + min(l + 1, N_LAYERS - 1))[step.thread];
-            }
-            if (turn == OUT) attend(step, layer);
-            if (mixed && turn == UP && own > 0) route(step, layer);
-            Part part{};
-            if (turn == QKV && last) part = part_of<Head>(step, numbers.head, numbers.head_scales, nullptr);
-            else if (turn == QKV) part = part_of<Qkv>(step, layer.qkv, layer.qkv_scales, layer.qkv_bias);
-            else if (turn == OUT) part = part_of<Out>(step, layer.out, layer.out_scales, layer.out_bias);
-            else if (mixed && turn == UP) part = up_of_experts(step, layer);
-            else if (mixed && turn == DOWN) part = down_of_experts(step, layer);
-            else if (turn == UP) part = part_of<Up>(step, layer.up, layer.up_scales, layer.up_bias);
-            else if (turn == DOWN) part = part_of<Down>(step, layer.down, layer.down_scales, layer.down_bias);
-            Extras extras(step, part, turn > ROUTER ? turn - 1 : turn);
-            {
-                Weights::Registers held;
-                Weights weights(step, part, held);
-                RouterProduct router(step, layer, turn == ROUTER);
-                if (part.own > 0 || last || turn == ROUTER && (router.own > 0 || own > 0)) {
-                    if (turn == OUT) {
-                        of_heads(step);
-                    } else if (turn == DOWN) {
-                        of_feed_forward(step, mixed ? CHOICES * EXPERT_FF : D_FF);
-                    } else if (!mixed || turn != UP) {
-                        const bool first_norm = turn == QKV;
-                        const u64* from = !first_norm ? scratch + AT_Y : l > 0 ? scratch + AT_X : nullptr;
-                        const float* gamma = !first_norm ? layer.feed_forward_gamma
-                            : last ? numbers.final_gamma : layer.attention_gamma;
-                        const float* beta = !first_norm ? layer.feed_forward_beta
-                            : last ? numbers.final_beta : layer.attention_beta;
-                        normed(step, from, gamma, beta, last);
-                    }
-                    if (MIXTURE && turn == ROUTER) {
-                        router.multiply(step);
-                    } else {
-                        if (!last) extras.keep(step);
-                        multiply(step, part, weights, held);
-                    }
+        const bool mixed = MIXTURE && !last && layer.router;
+        if (turn == ROUTER && !mixed) continue;
+        // A block that owns no rows meets no other barrier: its warps would overwrite addresses
+        // that others still read.
+        __syncthreads();
+        // The next layer takes the place of the one before.
+        if (turn == QKV && step.thread < POINTERS) {
+            next[step.thread] = reinterpret_cast<const u64*>(layers + min(l + 1, N_LAYERS - 1))[step.thread];
+        }
+        if (turn == OUT) attend(step, layer);
+        if (mixed && turn == UP && mixes(step.block)) route(step, layer);
+        Part part{};
+        if (turn == QKV && last) part = part_of<Head>(step, numbers.head, numbers.head_scales, nullptr);
+        else if (turn == QKV) part = part_of<Qkv>(step, layer.qkv, layer.qkv_scales, layer.qkv_bias);
+        else if (turn == OUT) part = part_of<Out>(step, layer.out, layer.out_scales, layer.out_bias);
+        else if (mixed && turn == UP) part = up_of_experts(step, layer);
+        else if (mixed && turn == DOWN) part = down_of_experts(step, layer);
+        else if (turn == UP) part = part_of<Up>(step, layer.up, layer.up_scales, layer.up_bias);
+        else if (turn == DOWN) part = part_of<Down>(step, layer.down, layer.down_scales, layer.down_bias);
+        Extras extras(step, part, turn > ROUTER ? turn - 1 : turn);
+        {
+            Weights::Registers held;
+            Weights weights(step, part, held);
+            if (MIXTURE && turn == ROUTER) RouterProduct::read(step, layer, 0, held);
+            if (part.own > 0 || last || turn == ROUTER && (RouterProduct::own(step.block) > 0 || mixes(step.block))) {
+                if (turn == OUT) {
+                    of_heads(step);
+                } else if (turn == DOWN) {
+                    of_feed_forward(step, mixed ? CHOICES * EXPERT_FF : D_FF);
+                } else if (!mixed || turn != UP) {
+                    const bool first_norm = turn == QKV;
+                    const u64* from = !first_norm ? scratch + AT_Y : l > 0 ? scratch + AT_X : nullptr;
+                    const float* gamma = !first_norm ? layer.feed_forward_gamma
+                        : last ? numbers.final_gamma : layer.attention_gamma;
+                    const float* beta = !first_norm ? layer.feed_forward_beta
+                        : last ? numbers.final_beta : layer.attention_beta;
+                    normed(step, from, gamma, beta, last);
+                }
+                if (MIXTURE && turn == ROUTER) {
+                    RouterProduct::multiply(step, layer, held);
+                } else {
+                    if (!last) extras.keep(step);
+                    multiply(step, part, weights, held);
                 }
             }
-            if (MIXTURE && turn == ROUTER) continue;
-            if (last) {
-                if (step.block == 0) {
-                    for (int i = step.thread; i < step.rows * D_MODEL; i += THREADS) {
-                        hidden[i] = reinterpret_cast<const Half*>(memory)[i];
-                    }
+        }
+        if (MIXTURE && turn == ROUTER) continue;
+        if (last) {
+            if (step.block == 0) {
+                for (int i = step.thread; i < step.rows * D_MODEL; i += THREADS) {
+                    hidden[i] = reinterpret_cast<const Half*>(memory)[i];
                 }
-                predict(step, part);
-                break;
             }
-            if (turn == QKV) step.epoch++;
-            // A line of threads for each token.
-            constexpr int LINE = THREADS / BATCH;
-            const int row = step.thread / LINE, begin = step.thread % LINE;
-            if (mixed && turn == UP) {
-                publish_inner(step, part);
-                continue;
-            }
-            if (row >= step.rows) continue;
-            if (turn != UP) {
-                u64* to = scratch + (turn == QKV ? AT_QKV : turn == OUT ? AT_Y : AT_X) + row * part.n + part.first;
-                #pragma unroll 1
-                for (int i = begin; i < part.own; i += LINE) {
-                    float v = mixed && turn == DOWN
-                        ? sum_of_experts(step, part, i, row)
-                        : extras.total(step, i, row);
-                    if (turn != QKV) v = residual[i * BATCH + row] += v;
-                    publish(to + i, v, step.epoch);
-                }
-                continue;
-            }
-            auto inner = [&](int i) {
-                const float v = activated(extras.total(step, i, row));
-                return GATED ? v * extras.total(step, part.own + i, row) : v;
-            };
-            u64* to = scratch + AT_H + row * (D_FF / OF_WORD) + part.first / OF_WORD;
+            predict(step, part);
+            break;
+        }
+        if (turn == QKV) step.epoch++;
+        // A line of threads for each token.
+        constexpr int LINE = THREADS / BATCH;
+        const int row = step.thread / LINE, begin = step.thread % LINE;
+        if (mixed && turn == UP) {
+            publish_inner(step, part, layer);
+            continue;
+        }
+        if (row >= step.rows) continue;
+        if (turn != UP) {
+            u64* to = scratch + (turn == QKV ? AT_QKV : turn == OUT ? AT_Y : AT_X) + row * part.n + part.first;
             #pragma unroll 1
-            for (int i = begin; i < part.own / OF_WORD; i += LINE) {
-#if DTYPE == 0
-                publish(to + i, inner(i), step.epoch);
-#else
-                publish(
-                    to + i, from_float(inner(2 * i)) | static_cast<u32>(from_float(inner(2 * i + 1))) << 16,
-                    step.epoch);
-#endif
+            for (int i = begin; i < part.own; i += LINE) {
+                float v = mixed && turn == DOWN
+                    ? sum_of_experts(step, part, layer, i, row)
+                    : extras.total(step, i, row);
+                if (turn != QKV) v = residual[i * BATCH + row] += v;
+                publish(to + i, v, step.epoch);
             }
+            continue;
+        }
+        auto inner = [&](int i) {
+            const float v = activated(extras.total(step, i, row));
+            return GATED ? v * extras.total(step, part.own + i, row) : v;
+        };
+        u64* to = scratch + AT_H + row * (D_FF / OF_WORD) + part.first / OF_WORD;
+        #pragma unroll 1
+        for (int i = begin; i < part.own / OF_WORD; i += LINE) {
+#if DTYPE == 0
+            publish(to + i, inner(i), step.epoch);
+#else
+            publish(
+                to + i, from_float(inner(2 * i)) | static_cast<u32>(from_float(inner(2 * i + 1))) << 16,
+                step.epoch);
+#endif
         }
     }
     // All blocks have read it long before.

@@ -13,48 +13,48 @@ __device__ __forceinline__ u32 ordered(float x) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-// The router's logits of the block's experts. A thread has four columns of every 4 * THREADS; those
-// of the first expert are read before there is an input.
+// The router's logits of the block's experts, by the input in shared memory. A thread has four
+// columns of every 4 * THREADS; those of the first expert are read before there is an input, into
+// the registers that hold weights in other products.
 struct RouterProduct {
     static constexpr int ACROSS = 4 * THREADS, N = ceil_div(D_MODEL, ACROSS);
+    static_assert(!MIXTURE || N <= STEPS * TILE, "a router's row in registers");
     struct __align__(4 * sizeof(Half)) Four {
         Half v[4];
     };
-    const Layer& layer;
-    int first, own;
-    float4 held[N];
 
     static __device__ __forceinline__ int begin(int block) { return N_EXPERTS * block / BLOCKS; }
-    __device__ __forceinline__ RouterProduct(const Step& step, const Layer& layer, bool turn)
-        : layer(layer), first(begin(step.block)), own(turn ? begin(step.block + 1) - first : 0) {
-        read(step, 0);
-    }
-    __device__ __forceinline__ void read(const Step& step, int i) {
+    static __device__ __forceinline__ int own(int block) { return begin(block + 1) - begin(block); }
+    static __device__ __forceinline__ void read(const Step& step, const Layer& layer, int i, Weights::Registers& v) {
         #pragma unroll
-        for (int n = 0; n < N; n++) {
+        for (int n = 0; n < least(N, STEPS * TILE); n++) {
             const int column = n * ACROSS + 4 * step.thread;
-            held[n] = make_float4(0, 0, 0, 0);
-            if (i >= own || column >= D_MODEL) continue;
-            held[n] = *reinterpret_cast<const float4*>(layer.router + static_cast<u64>(first + i) * D_MODEL + column);
+            if (i >= own(step.block) || column >= D_MODEL) continue;
+            const float* from = layer.router + static_cast<u64>(begin(step.block) + i) * D_MODEL + column;
+            v[n / TILE][n % TILE] = *reinterpret_cast<const uint4*>(from);
         }
     }
-    __device__ __forceinline__ void multiply(const Step& step) {
+    static __device__ __forceinline__ void multiply(const Step& step, const Layer& layer, Weights::Registers& v) {
         float* sums = step.sums();                     // [WARPS, BATCH]
         #pragma unroll 1
-        for (int i = 0; i < own; i++) {
+        for (int i = 0; i < own(step.block); i++) {
             float sum[BATCH] = {};
             #pragma unroll
-            for (int n = 0; n < N; n++) {
-                const int column = min(n * ACROSS + 4 * step.thread, D_MODEL - 4);
+            for (int n = 0; n < least(N, STEPS * TILE); n++) {
+                const int column = n * ACROSS + 4 * step.thread;
+                if (column >= D_MODEL) continue;
+                const uint4 w = v[n / TILE][n % TILE];
                 #pragma unroll
                 for (int r = 0; r < BATCH; r++) {
                     const Half* input = reinterpret_cast<const Half*>(memory) + r * D_MODEL + column;
                     const Four x = *reinterpret_cast<const Four*>(input);
-                    sum[r] = fmaf(to_float(x.v[0]), held[n].x, fmaf(to_float(x.v[1]), held[n].y, sum[r]));
-                    sum[r] = fmaf(to_float(x.v[2]), held[n].z, fmaf(to_float(x.v[3]), held[n].w, sum[r]));
+                    sum[r] = fmaf(to_float(x.v[0]), __uint_as_float(w.x), sum[r]);
+                    sum[r] = fmaf(to_float(x.v[1]), __uint_as_float(w.y), sum[r]);
+                    sum[r] = fmaf(to_float(x.v[2]), __uint_as_float(w.z), sum[r]);
+                    sum[r] = fmaf(to_float(x.v[3]), __uint_as_float(w.w), sum[r]);
                 }
             }
-            read(step, i + 1);
+            read(step, layer, i + 1, v);
             #pragma unroll
             for (int r = 0; r < BATCH; r++) {
                 const float all = sum_lanes(sum[r]);
@@ -62,10 +62,11 @@ struct RouterProduct {
             }
             __syncthreads();
             if (step.thread < step.rows) {
-                float all = layer.router_bias ? layer.router_bias[first + i] : 0;
+                const int expert = begin(step.block) + i;
+                float all = layer.router_bias ? layer.router_bias[expert] : 0;
                 #pragma unroll
                 for (int w = 0; w < WARPS; w++) all += sums[w * BATCH + step.thread];
-                publish(step.scratch + AT_LOGITS + step.thread * N_EXPERTS + first + i, all, step.epoch);
+                publish(step.scratch + AT_LOGITS + step.thread * N_EXPERTS + expert, all, step.epoch);
             }
             __syncthreads();
         }
@@ -132,7 +133,9 @@ __device__ __forceinline__ void choose(const Step& step, const Layer& layer, int
     } else {
         weight = expf(logit - highest) / total;
     }
-    if (chooses) to.chosen[row * CHOICES + step.lane] = own, to.weights[row * CHOICES + step.lane] = weight * EXPERT_SCALE;
+    if (!chooses) return;
+    const int slot = row * CHOICES + step.lane;
+    to.chosen[slot] = own, to.weights[slot] = weight * EXPERT_SCALE;
 }
 
 // The choices of all rows, and the slots of each expert that was chosen, in the order of slots.
@@ -154,7 +157,10 @@ __device__ __forceinline__ void route(const Step& step, const Layer& layer) {
     const int slots = step.rows * CHOICES, slot = step.thread;
     if (BATCH == 1) {
         if (slot == 0) to.count = CHOICES;
-        if (slot < CHOICES) to.experts[slot] = to.chosen[slot], to.members[slot] = 1, to.slots[slot] = to.places[slot] = slot;
+        if (slot < CHOICES) {
+            to.experts[slot] = to.chosen[slot], to.members[slot] = 1;
+            to.slots[slot] = to.places[slot] = slot;
+        }
     } else {
         // The first slot with the same expert, and how many are before this one, and after.
         int first = slot, before = 0, after = 0, place = 0;
@@ -180,6 +186,9 @@ __device__ __forceinline__ void route(const Step& step, const Layer& layer) {
     __syncthreads();
 }
 
+// Whether a block has any.
+__device__ __forceinline__ bool mixes(int block) { return Out::begin(block + 1) > Out::begin(block); }
+
 // What a block has of experts: rows of their first projections, shared out between the blocks that
 // own rows of the second ones, as if the matrices of all chosen experts were one; and its own rows
 // of each second projection.
@@ -187,16 +196,15 @@ __device__ __forceinline__ Part up_of_experts(const Step& step, const Layer& lay
     const int units = routing().count * (EXPERT_FF / 2);
     // Where there are fewer pairs of rows than blocks, those that have one are numbered by it.
     const int first = Out::begin(step.block), mixer = MIXERS < BLOCKS ? first / 2 : step.block;
-    const bool mixes = Out::begin(step.block + 1) > first;
     const int begin = 2 * static_cast<int>(static_cast<u64>(units) * static_cast<u32>(mixer) / MIXERS);
     const int end = 2 * static_cast<int>(static_cast<u64>(units) * static_cast<u32>(mixer + 1) / MIXERS);
-    return {layer.up, layer.up_scales, layer.up_bias, EXPERT_FF, EXPERTS_UP_PITCH, D_MODEL, GATES, EXPERT_UP_ROWS,
-        EXPERT_UP_BITS, mixes ? begin : 0, mixes ? end - begin : 0, Part::EXPERTS_UP};
+    return {layer.up, layer.up_scales, layer.up_bias, EXPERT_FF, EXPERTS_UP_PITCH, D_MODEL / WEIGHTS, GATES,
+        EXPERT_UP_ROWS, EXPERT_UP_BITS, mixes(step.block) ? begin : 0, mixes(step.block) ? end - begin : 0, Part::EXPERTS_UP};
 }
 __device__ __forceinline__ Part down_of_experts(const Step& step, const Layer& layer) {
     const int first = Out::begin(step.block), own = Out::begin(step.block + 1) - first;
-    return {layer.down, layer.down_scales, layer.down_bias, D_MODEL, EXPERTS_DOWN_PITCH, EXPERT_FF, 1, EXPERT_DOWN_ROWS,
-        EXPERT_DOWN_BITS, first, own, Part::EXPERTS_DOWN};
+    return {layer.down, layer.down_scales, layer.down_bias, D_MODEL, EXPERTS_DOWN_PITCH, EXPERT_FF / WEIGHTS, 1,
+        EXPERT_DOWN_ROWS, EXPERT_DOWN_BITS, first, own, Part::EXPERTS_DOWN};
 }
 __device__ __forceinline__ int Part::place(int r) const {
     return kind == EXPERTS_UP ? (first + (r < own ? r : r - own)) / EXPERT_FF : r / max(own, 1);
@@ -211,22 +219,26 @@ __device__ __forceinline__ int Part::line_of_experts(int r) const {
 }
 
 // What a product gives in row `r` of the block, for the slot `member` of that row's expert.
-__device__ __forceinline__ float total_of_experts(const Step& step, const Part& part, int r, int member) {
-    float all = sum_of(step, part, r, member);
+__device__ __forceinline__ float total_of_experts(
+    const Step& step, const Part& part, const Layer& layer, int r, int member
+) {
+    const bool up = part.kind == Part::EXPERTS_UP;
     const int line = part.line_of_experts(r);
-    if (INT8) all *= part.scales[line];
-    return part.bias ? all + part.bias[line] : all;
+    const float* bias = up ? layer.up_bias : layer.down_bias;
+    float all = sum_of(step, part, r, member);
+    if (INT8) all *= (up ? layer.up_scales : layer.down_scales)[line];
+    return bias ? all + bias[line] : all;
 }
 // What stands between the products of experts, for the slots of the block's rows.
-__device__ __forceinline__ void publish_inner(const Step& step, const Part& part) {
+__device__ __forceinline__ void publish_inner(const Step& step, const Part& part, const Layer& layer) {
     const int units = part.own / OF_WORD;
     #pragma unroll 1
     for (int at = step.thread; at < units * BATCH; at += THREADS) {
         const int i = at % units * OF_WORD, member = at / units, place = part.place(i);
         if (member >= routing().members[place]) continue;
         auto inner = [&](int i) {
-            const float v = activated(total_of_experts(step, part, i, member));
-            return GATED ? v * total_of_experts(step, part, part.own + i, member) : v;
+            const float v = activated(total_of_experts(step, part, layer, i, member));
+            return GATED ? v * total_of_experts(step, part, layer, part.own + i, member) : v;
         };
         const int slot = routing().slots[place * BATCH + member], column = part.first + i - place * EXPERT_FF;
         u64* to = step.scratch + AT_H + slot * (EXPERT_FF / OF_WORD) + column / OF_WORD;
@@ -238,12 +250,14 @@ __device__ __forceinline__ void publish_inner(const Step& step, const Part& part
     }
 }
 // The weighted outputs of a row's experts, in the order of its choices.
-__device__ __forceinline__ float sum_of_experts(const Step& step, const Part& part, int i, int row) {
+__device__ __forceinline__ float sum_of_experts(
+    const Step& step, const Part& part, const Layer& layer, int i, int row
+) {
     float all = 0;
     #pragma unroll 1
     for (int slot = row * CHOICES; slot < (row + 1) * CHOICES; slot++) {
         const int place = routing().places[slot];
-        const float own = total_of_experts(step, part, place / BATCH * part.own + i, place % BATCH);
+        const float own = total_of_experts(step, part, layer, place / BATCH * part.own + i, place % BATCH);
         all = fmaf(routing().weights[slot], own, all);
     }
     return all;

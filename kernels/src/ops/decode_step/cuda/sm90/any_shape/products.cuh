@@ -22,13 +22,12 @@ struct Weights {
     __device__ __forceinline__ bool has() const { return task < tasks; }
     __device__ __forceinline__ int row() const { return (task >> part.split_bits) * TILE; }
     __device__ __forceinline__ int share() const { return task & ((1 << part.split_bits) - 1); }
-    __device__ __forceinline__ int loads() const { return part.k / WEIGHTS; }
     // Goes on with what was read.
     __device__ __forceinline__ void turn() { task = next, at = next_at, end = next_end; }
     __device__ __forceinline__ void begin(int which) {
         next = which;
         // Without a task all are zeros: what is not set lives on in registers.
-        const int steps = next < tasks ? ceil_div(loads(), 32) : 0, share = next & ((1 << part.split_bits) - 1);
+        const int steps = next < tasks ? ceil_div(part.loads, 32) : 0, share = next & ((1 << part.split_bits) - 1);
         next_at = steps * share >> part.split_bits, next_end = steps * (share + 1) >> part.split_bits;
         #pragma unroll
         for (int i = 0; i < TILE; i++) {
@@ -43,7 +42,7 @@ struct Weights {
     }
     __device__ __forceinline__ void read(uint4 (&v)[TILE], int a) const {
         const int s = next_at + a;
-        const bool there = s < next_end && s * 32 + lane < loads();
+        const bool there = s < next_end && s * 32 + lane < part.loads;
         #pragma unroll
         for (int i = 0; i < TILE; i++) v[i] = there ? stream(from[i] + s * 32) : make_uint4(0, 0, 0, 0);
     }
@@ -59,29 +58,29 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
     while (w.has()) {
         float sum[TILE][BATCH] = {};
         const int row = w.row(), share = w.share();
-        const Half* inputs[BATCH];
+        int inputs[BATCH];
         int count = BATCH;
         #pragma unroll
-        for (int r = 0; r < BATCH; r++) inputs[r] = input + r * part.k;
+        for (int r = 0; r < BATCH; r++) inputs[r] = r * part.loads * WEIGHTS;
         if (part.mixed()) {
             const int place = part.place(row);
             count = routing().members[place];
             #pragma unroll
             for (int r = 0; r < BATCH; r++) {
                 const int slot = routing().slots[place * BATCH + min(r, count - 1)];
-                inputs[r] = input + (part.kind == Part::EXPERTS_UP ? slot / CHOICES : slot) * part.k;
+                inputs[r] = (part.kind == Part::EXPERTS_UP ? slot / CHOICES : slot) * part.loads * WEIGHTS;
             }
         }
         bool more = true;
         #pragma unroll 1
         while (more) {
-            const int at = w.at, end = w.end;
-            more = at + STEPS < end;
+            const int from = w.at, end = w.end;
+            more = from + STEPS < end;
             w.ahead();
             #pragma unroll
             for (int a = 0; a < STEPS; a++) {
-                const int load = (at + a) * 32 + step.lane;
-                if (at + a < end && load < w.loads()) {
+                const int load = (from + a) * 32 + step.lane;
+                if (from + a < end && load < part.loads) {
                     #pragma unroll
                     for (int p = 0; p < PARTS; p++) {
                         float f[TILE][HALVES];
@@ -91,8 +90,8 @@ __device__ __forceinline__ void multiply(const Step& step, const Part& part, Wei
                         for (int r = 0; r < BATCH; r++) {
                             if (MIXTURE && r > 0 && r >= count) break;
                             float x[HALVES];
-                            spread(
-                                x, *reinterpret_cast<const uint4*>(inputs[r] + load * WEIGHTS + p * HALVES));
+                            const int at = inputs[r] + load * WEIGHTS + p * HALVES;
+                            spread(x, *reinterpret_cast<const uint4*>(input + at));
                             #pragma unroll
                             for (int i = 0; i < TILE; i++) {
                                 #pragma unroll
