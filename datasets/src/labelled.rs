@@ -347,14 +347,9 @@ mod tests {
 
     #[test]
     fn a_negative_label_counts_as_none_in_every_format() {
-        for (name, text) in [
-            ("a.csv", "text,label\nfirst,-1\nsecond,0\n"),
-            (
-                "a.jsonl",
-                "{\"text\": \"first\", \
-            \"label\": -1}\n{\"text\": \"second\", \"label\": 0}\n",
-            ),
-        ] {
+        let csv = "text,label\nfirst,-1\nsecond,0\n";
+        let lines = "{\"text\": \"first\", \"label\": -1}\n{\"text\": \"second\", \"label\": 0}\n";
+        for (name, text) in [("a.csv", csv), ("a.jsonl", lines)] {
             let (_folder, path) = file(name, text);
             let read = LabelledTexts::read(&path, "", "").expect("records");
             assert_eq!((shown(&read.train), read.left_out), (vec!["0: second".to_string()], 1), "{name}");

@@ -26,7 +26,7 @@ use super::signals::{pass_signals_on, signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
-    #[arg(help = format!("Recipe file, or a built-in recipe [default: stories]: {}", shipped_names().collect::<Vec<_>>().join(", ")))]
+    #[arg(help = recipe_help())]
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
@@ -402,6 +402,12 @@ fn request(args: &TrainArgs) -> RecipeRequest {
         precision: args.precision,
         settings: steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect(),
     }
+}
+
+/// Help of the recipe.
+fn recipe_help() -> String {
+    let names: Vec<&str> = shipped_names().collect();
+    format!("Recipe file, or a built-in recipe [default: stories]: {}", names.join(", "))
 }
 
 /// The most recently written folder in runs/.

@@ -82,7 +82,8 @@ pub enum DownloadError {
     },
     /// The folder holds a run that stopped before it saved a model.
     #[error(
-        "{folder} holds a run stopped at step {step}, before its first model was saved: continue it with `fireclay train --resume --out {folder}`"
+        "{folder} holds a run stopped at step {step}, before its first model was saved: continue it with `fireclay \
+         train --resume --out {folder}`"
     )]
     Unfinished {
         /// The run's folder.

@@ -43,9 +43,9 @@
 // Compiled with: TF32 (1: for f32), SPLIT, HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M,
 // B_MAJOR_N (1 if the matrix is contiguous along M or N), OUT_F32 (1: f32 sums, which may be added
 // to `out`), ROW_SUMS (1: also the sums of each row of `a`, which is contiguous along M: f32
-// results), EXTENDED (1: of 16 bits, with a second product), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation is
-// gated; `b` has all gates first, and is contiguous along K), DROPOUT (1: without an activation, 16
-// bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the
+// results), EXTENDED (1: of 16 bits, with a second product), ACTIVATION (0: none; 1: GELU by tanh;
+// 2: ReLU; 3: SiLU), GATED (1: the activation is gated; `b` has all gates first, and is contiguous
+// along K), DROPOUT (1: without an activation, 16 bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the
 // product is multiplied by each of them. 1, or 2 side by side for a gated activation; then there
 // are as many products side by side).
 //

@@ -199,7 +199,8 @@ __device__ __forceinline__ Part up_of_experts(const Step& step, const Layer& lay
     const int begin = 2 * static_cast<int>(static_cast<u64>(units) * static_cast<u32>(mixer) / MIXERS);
     const int end = 2 * static_cast<int>(static_cast<u64>(units) * static_cast<u32>(mixer + 1) / MIXERS);
     return {layer.up, layer.up_scales, layer.up_bias, EXPERT_FF, EXPERTS_UP_PITCH, D_MODEL / WEIGHTS, GATES,
-        EXPERT_UP_ROWS, EXPERT_UP_BITS, mixes(step.block) ? begin : 0, mixes(step.block) ? end - begin : 0, Part::EXPERTS_UP};
+        EXPERT_UP_ROWS, EXPERT_UP_BITS, mixes(step.block) ? begin : 0, mixes(step.block) ? end - begin : 0,
+        Part::EXPERTS_UP};
 }
 __device__ __forceinline__ Part down_of_experts(const Step& step, const Layer& layer) {
     const int first = Out::begin(step.block), own = Out::begin(step.block + 1) - first;
