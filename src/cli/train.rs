@@ -407,7 +407,10 @@ fn request(args: &TrainArgs) -> RecipeRequest {
 /// Help of the recipe.
 fn recipe_help() -> String {
     let names: Vec<&str> = shipped_names().collect();
-    format!("Recipe file, or a built-in recipe [default: stories]: {}", names.join(", "))
+    format!(
+        "Recipe file, or a built-in recipe [default: the one for --task and --data, stories for neither]: {}",
+        names.join(", ")
+    )
 }
 
 /// The most recently written folder in runs/.
