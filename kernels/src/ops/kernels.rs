@@ -61,8 +61,7 @@ const FAMILIES: [(&str, &[Arch]); 9] = [
 
 /// Operations whose kernels of a family run [only if asked for](cuda::is_forced), until their parity
 /// tests have run to their end on a device.
-const ASKED_FOR: [(&str, Arch); 4] =
-    [("attention", Arch::Sm80), ("experts", Arch::Sm90), ("experts of few tokens", Arch::Sm90), ("lora", Arch::Sm90)];
+const ASKED_FOR: [(&str, Arch); 1] = [("attention", Arch::Sm80)];
 
 /// Which operations have kernels of a family, and which run the portable ones.
 pub(crate) fn families(family: Option<Arch>) -> String {

@@ -84,10 +84,7 @@ impl<R: CubeRuntime> Hopper<R> {
         let alike = [up, down].iter().all(|weight| weight.dtype == x.dtype && begins_whole(weight));
         // Kernels count rows and columns with signs.
         let countable = n_experts * width.max(d_model) < 1 << 31 && sizes.slots() < 1 << 30;
-        // Until the parity tests have run with these kernels to their end on a device, they run only if
-        // a family is named.
-        let family = cuda::takes(x, Arch::Sm90) && cuda::is_forced();
-        let takes = family && cuda::half_name(x.dtype.into()).is_some();
+        let takes = cuda::takes(x, Arch::Sm90) && cuda::half_name(x.dtype.into()).is_some();
         if !takes || !whole || !alike || !countable || sizes.slots() == 0 {
             return None;
         }

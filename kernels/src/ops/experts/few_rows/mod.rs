@@ -147,10 +147,8 @@ impl<R: CubeRuntime> FewRows<R> {
     /// Whether the kernel is for so many tokens, on the device of `x`.
     pub(super) fn are_few(x: &CubeTensor<R>, sizes: Sizes) -> bool {
         let (slots, few) = (sizes.slots(), SLOTS_EACH * sizes.n_experts);
-        // Until the parity tests have run with these kernels to their end on a device, they run only if
-        // a family is named.
-        let family = cuda::takes(x, Arch::Sm90) && cuda::is_forced();
-        (1..=MOST_SLOTS).contains(&slots) && (slots <= few || sizes.tokens <= FEW_TOKENS) && family
+        let is_small = slots <= few || sizes.tokens <= FEW_TOKENS;
+        (1..=MOST_SLOTS).contains(&slots) && is_small && cuda::takes(x, Arch::Sm90)
     }
 
     /// The weighted outputs of all slots, `[tokens * k, d_model]`, if the kernel is for these

@@ -517,10 +517,7 @@ fn plan<R: CubeRuntime>(
         let (rank, alike) = (a2.meta.shape()[1], [a2.dtype, b2.dtype] == [a.dtype; 2]);
         let fits = [a2.meta.shape()[0], b2.meta.shape()[0], b2.meta.shape()[1]] == [m, rank, n];
         let axes = [tma_axis(a2, a_axis), tma_axis(b2, b_axis)] == [Some(a_axis), Some(b_axis)];
-        // Until the parity tests of `lora` have run to their end on a device, it runs only if a
-        // family is named.
-        let family = cuda::takes(a, Arch::Sm90) && cuda::is_forced();
-        if out_f32 || !alike || !fits || !axes || !family {
+        if out_f32 || !alike || !fits || !axes || !cuda::takes(a, Arch::Sm90) {
             return None;
         }
     }
