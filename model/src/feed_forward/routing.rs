@@ -81,11 +81,11 @@ impl<B: Backend> RoutingRecord<B> {
             }
         };
         let shares = loads.clone().div_scalar((tokens * k) as f64);
-        let mean = probabilities.mean_dim(0).reshape([n_experts]);
+        let mean = column_sums(probabilities).div_scalar(tokens as f64);
         let balance = (mean * shares).sum().mul_scalar(n_experts as f64);
         let largest = logits.clone().detach().max_dim(1);
         let log_sum = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
-        let z = log_sum.powi_scalar(2).mean();
+        let z = column_sums(log_sum.powi_scalar(2)).div_scalar(tokens as f64);
         let loss = balance.clone().mul_scalar(self.losses.balance) + z.clone().mul_scalar(self.losses.z);
         self.layers.borrow_mut().push(Routing {
             balance: balance.detach(),
@@ -95,6 +95,46 @@ impl<B: Backend> RoutingRecord<B> {
         match self.losses == RouterLosses::default() {
             true => x,
             false => side_loss(x, loss),
+        }
+    }
+}
+
+/// Rows that one thread adds up.
+const SPAN: usize = 64;
+
+/// The sums of the columns of `x` `[rows, columns]`, `[columns]`: first over spans of rows, as Burn's
+/// reduction over the first dimension adds all rows of a column one after another.
+fn column_sums<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 1> {
+    let [rows, columns] = x.dims();
+    if rows <= SPAN {
+        return x.sum_dim(0).reshape([columns]);
+    }
+    let spans = rows / SPAN;
+    let whole = if rows == spans * SPAN { x.clone() } else { x.clone().narrow(0, 0, spans * SPAN) };
+    let sums = whole.reshape([spans, SPAN, columns]).sum_dim(1).reshape([spans, columns]);
+    match rows - spans * SPAN {
+        0 => column_sums(sums),
+        rest => column_sums(sums) + x.narrow(0, spans * SPAN, rest).sum_dim(0).reshape([columns]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::NdArray;
+    use burn::tensor::{Distribution, Tensor};
+
+    use super::column_sums;
+
+    #[test]
+    fn columns_of_any_length_are_summed_whole() {
+        let device = Default::default();
+        for rows in [1, 63, 64, 65, 4096, 5000] {
+            let x = Tensor::<NdArray, 2>::random([rows, 3], Distribution::Uniform(0.0, 1.0), &device);
+            let wanted: Vec<f32> = x.clone().sum_dim(0).into_data().to_vec().expect("they are f32");
+            let sums: Vec<f32> = column_sums(x).into_data().to_vec().expect("they are f32");
+            for (sum, wanted) in sums.iter().zip(&wanted) {
+                assert!((sum - wanted).abs() <= 1e-5 * wanted, "{rows} rows: {sums:?}, not {wanted:?}");
+            }
         }
     }
 }

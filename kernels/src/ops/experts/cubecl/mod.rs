@@ -121,7 +121,11 @@ where
     }
 
     fn expert_loads(operands: Checked<ExpertLoads<Self>>) -> Tensor<Self, 1> {
-        reference::expert_loads(operands.into_inner())
+        let operands = operands.into_inner();
+        match operands.chosen.dims() {
+            [0, _] | [_, 0] => reference::expert_loads(operands),
+            _ => float(sort::loads(operands.chosen.into_primitive(), operands.n_experts)),
+        }
     }
 }
 

@@ -41,7 +41,7 @@ impl<R: CubeRuntime> Order<R> {
         let (slots, n_experts) = (sizes.slots(), sizes.n_experts);
         let chunks = slots.div_ceil(CHUNK as usize);
         let most_tiles = slots / tile_rows + n_experts.min(slots);
-        let counts = empty(&chosen, [chunks * n_experts], DType::U32);
+        let counts = counts(&chosen, slots, n_experts);
         let order = Self {
             slots: empty(&chosen, [slots], DType::U32),
             starts: empty(&chosen, [n_experts + 1], DType::U32),
@@ -49,19 +49,6 @@ impl<R: CubeRuntime> Order<R> {
             tile_rows,
             most_tiles,
         };
-        // SAFETY: a cube writes the counts of its own chunk.
-        unsafe {
-            count_kernel::launch_unchecked(
-                &chosen.client,
-                grid(chunks),
-                CubeDim::new_1d(UNITS),
-                array(&chosen),
-                array(&counts),
-                slots as u32,
-                n_experts as u32,
-                chosen.dtype.into(),
-            );
-        }
         // SAFETY: there are at most as many tiles as whole ones, and one more for each expert with
         // slots.
         unsafe {
@@ -95,6 +82,60 @@ impl<R: CubeRuntime> Order<R> {
         }
         order
     }
+}
+
+/// How many of the slots of `chosen` `[tokens, k]` chose each expert, f32 `[n_experts]`.
+pub(super) fn loads<R: CubeRuntime>(chosen: CubeTensor<R>, n_experts: usize) -> CubeTensor<R> {
+    let chosen = contiguous(chosen);
+    let slots = chosen.meta.shape().num_elements();
+    let counts = counts(&chosen, slots, n_experts);
+    let out = empty(&chosen, [n_experts], DType::F32);
+    // SAFETY: a unit below `n_experts` writes its own load, and reads the counts of its expert.
+    unsafe {
+        load_kernel::launch_unchecked(
+            &chosen.client,
+            grid(n_experts.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            array(&counts),
+            array(&out),
+            slots.div_ceil(CHUNK as usize) as u32,
+            n_experts as u32,
+        );
+    }
+    out
+}
+
+/// Of each chunk of slots how many chose each expert, u32 `[chunks * n_experts]`.
+fn counts<R: CubeRuntime>(chosen: &CubeTensor<R>, slots: usize, n_experts: usize) -> CubeTensor<R> {
+    let chunks = slots.div_ceil(CHUNK as usize);
+    let counts = empty(chosen, [chunks * n_experts], DType::U32);
+    // SAFETY: a cube writes the counts of its own chunk.
+    unsafe {
+        count_kernel::launch_unchecked(
+            &chosen.client,
+            grid(chunks),
+            CubeDim::new_1d(UNITS),
+            array(chosen),
+            array(&counts),
+            slots as u32,
+            n_experts as u32,
+            chosen.dtype.into(),
+        );
+    }
+    counts
+}
+
+#[cube(launch_unchecked)]
+fn load_kernel(counts: &Array<u32>, out: &mut Array<f32>, chunks: u32, n_experts: u32) {
+    let expert = ABSOLUTE_POS as u32;
+    if expert >= n_experts {
+        terminate!();
+    }
+    let mut total = 0u32;
+    for chunk in 0..chunks {
+        total += counts[(chunk * n_experts + expert) as usize];
+    }
+    out[expert as usize] = f32::cast_from(total);
 }
 
 /// Loads the experts of a chunk's slots. No expert is `n_experts`, which fills the rest.
