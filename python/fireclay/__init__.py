@@ -104,7 +104,7 @@ class Run:
 def train(
     recipe: Path_ | None = None,
     *,
-    task: Literal["language", "chat", "preference", "intent-slot", "classify"] | None = None,
+    task: Literal["language", "masked", "chat", "preference", "intent-slot", "classify"] | None = None,
     data: Path_ | None = None,
     field: str | None = None,
     init: Path_ | None = None,

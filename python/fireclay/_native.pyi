@@ -311,7 +311,7 @@ class Trainer:
         cls,
         recipe: _Path | None = None,
         *,
-        task: Literal["language", "chat", "preference", "intent-slot", "classify"] | None = None,
+        task: Literal["language", "masked", "chat", "preference", "intent-slot", "classify"] | None = None,
         data: _Path | None = None,
         field: str | None = None,
         init: _Path | None = None,
