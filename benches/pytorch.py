@@ -11,9 +11,9 @@
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py experts"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
 
-Needs `pip install torch`, for fine-tuning also `transformers peft`. On a GPU training is bf16 under autocast with torch.compile, decoding
-bf16 with a static cache and torch.compile's CUDA graphs; on a CPU training is f32, eager: what a
-PyTorch user would do for speed.
+Needs `pip install torch`, for fine-tuning also `transformers peft`. On a GPU training is bf16 under autocast with
+torch.compile, decoding bf16 with a static cache and torch.compile's CUDA graphs; on a CPU training is f32, eager: what
+a PyTorch user would do for speed.
 """
 
 import json
@@ -360,7 +360,8 @@ def train_decoder(name, batch, length=2048):
 
     window = create_block_mask(seen, None, None, length, length, device=DEVICE) if shape.window else None
     label = name.replace("-", " ")
-    train_model("train step", f"{label} ", model, shape.vocab_size, batch, length, (torch.arange(length, device=DEVICE), window))
+    rest = torch.arange(length, device=DEVICE), window
+    train_model("train step", f"{label} ", model, shape.vocab_size, batch, length, rest)
 
 
 @torch.inference_mode()

@@ -45,9 +45,9 @@
 // to `out`), ROW_SUMS (1: also the sums of each row of `a`, which is contiguous along M: f32
 // results), EXTENDED (1: of 16 bits, with a second product), ACTIVATION (0: none; 1: GELU by tanh;
 // 2: ReLU; 3: SiLU), GATED (1: the activation is gated; `b` has all gates first, and is contiguous
-// along K), DROPOUT (1: without an activation, 16 bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the
-// product is multiplied by each of them. 1, or 2 side by side for a gated activation; then there
-// are as many products side by side).
+// along K), DROPOUT (1: without an activation, 16 bits), SLOPES (matrices of slopes: with an
+// activation they are written, too; without one the product is multiplied by each of them. 1, or 2
+// side by side for a gated activation; then there are as many products side by side).
 //
 // For a gated activation, half of a tile's columns are gates, loaded by block 0, and half are what
 // they gate, loaded by block 1: both of a pair are in the same thread's sums. For the gradient an
