@@ -195,14 +195,20 @@ def train_model(what, label, model, vocab_size, batch, seq_length, rest=None):
         show(f"peak memory, {what}", f"{name} {label}B={batch} T={seq_length}", peak, "GB")
 
 
-def fine_tuning(lora, batch=8, length=2048):
-    """Qwen3-0.6B's shape, with all weights or a LoRA adapter on all linear layers: transformers and PEFT, in bf16."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+def fine_tuning(name, lora, batch, length=2048):
+    """A model's shape, with all weights or a LoRA adapter on all linear layers: transformers and PEFT, in bf16."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    config = Qwen3Config(
-        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6, use_cache=False,
-    )
+    config = {
+        "qwen3 0.6b": lambda: Qwen3Config(
+            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6, use_cache=False,
+        ),
+        "llama 8b": lambda: LlamaConfig(
+            vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+            num_attention_heads=32, num_key_value_heads=8, rope_theta=5e5, use_cache=False,
+        ),
+    }[name]()  # fmt: skip
     torch.set_default_dtype(BF16)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -225,7 +231,7 @@ def fine_tuning(lora, batch=8, length=2048):
         optimizer.zero_grad(set_to_none=True)
 
     torch.cuda.reset_peak_memory_stats()
-    case = f"{'peft' if lora else 'transformers'} compile qwen3 0.6b, {'LoRA of rank 16' if lora else 'all weights'}"
+    case = f"{'peft' if lora else 'transformers'} compile {name}, {'LoRA of rank 16' if lora else 'all weights'}"
     case = f"{case} B={batch} T={length}"
     show("train step", case, batch * length / seconds(step), "tokens/s")
     show("peak memory, train step", case, torch.cuda.max_memory_allocated() / 1e9, "GB")
@@ -472,8 +478,9 @@ PARTS = {
     "prefill": prefill,
     "kernels": kernels,
     "experts": experts,
-    "qwen3-0.6b-full": lambda: fine_tuning(False),
-    "qwen3-0.6b-lora": lambda: fine_tuning(True),
+    "qwen3-0.6b-full": lambda: fine_tuning("qwen3 0.6b", False, 8),
+    "qwen3-0.6b-lora": lambda: fine_tuning("qwen3 0.6b", True, 8),
+    "llama-8b-lora": lambda: fine_tuning("llama 8b", True, 2),
 }
 
 

@@ -7,13 +7,14 @@ use crate::failure::Failure;
 use crate::recipe::Recipe;
 
 /// Sizes of `bench train`; other parts of a recipe's name are fixed.
-pub const TRAINERS: [&str; 12] = [
+pub const TRAINERS: [&str; 13] = [
     "gpt2-124m",
     "gpt2-124m-experts",
     "shakespeare-char",
     "llama-1b",
     "qwen3-0.6b-full",
     "qwen3-0.6b-lora",
+    "llama-8b-lora",
     "gemma-3-1b",
     "phi-4-mini",
     "intent-slot",
@@ -87,6 +88,7 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
         ),
         "qwen3-0.6b-full" => ("llama-15m", FINE_TUNING, 151_936, "train step", "qwen3 0.6b, all weights"),
         "qwen3-0.6b-lora" => ("llama-15m", FINE_TUNING, 151_936, "train step", "qwen3 0.6b, LoRA of rank 16"),
+        "llama-8b-lora" => ("llama-15m", TWO_ROWS, 128_256, "train step", "llama 8b, LoRA of rank 16"),
         "cpu-4x128" => (
             "shakespeare-char-cpu",
             &[("d_model", "128"), ("n_layers", "4"), ("n_heads", "4"), ("seq_length", "64"), ("batch_size", "12")],
@@ -115,17 +117,25 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
     let recipe = Recipe::shipped(recipe)?.with_all(settings.iter().copied().chain([("schedule", "constant")]))?;
     let config = match name {
         "qwen3-0.6b-full" | "qwen3-0.6b-lora" => Some(decoder("qwen3-0.6b")?.0),
+        "llama-8b-lora" => Some(decoder("llama-8b")?.0),
         _ if settings == LARGE_ROWS => Some(decoder(name)?.0),
         _ => None,
     };
-    let adapter = || (Family::Qwen3, LoraConfig { rank: 16, alpha: 32.0, ..LoraConfig::default() });
-    let adapter = (name == "qwen3-0.6b-lora").then(adapter);
+    let family = match name {
+        "qwen3-0.6b-lora" => Some(Family::Qwen3),
+        "llama-8b-lora" => Some(Family::Llama),
+        _ => None,
+    };
+    let adapter = family.map(|family| (family, LoraConfig { rank: 16, alpha: 32.0, ..LoraConfig::default() }));
     Ok(TrainSize { what: what.into(), label, recipe, vocab_size, config, adapter })
 }
 
 /// Settings of fine-tuning, other than the model's.
 const FINE_TUNING: &[(&str, &str)] =
     &[("batch_size", "8"), ("seq_length", "2048"), ("accumulation", "1"), ("precision", "bf16")];
+
+const TWO_ROWS: &[(&str, &str)] =
+    &[("batch_size", "2"), ("seq_length", "2048"), ("accumulation", "1"), ("precision", "bf16")];
 
 /// A named decoder: its shape, and its dtype where the device supports it.
 pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Failure> {

@@ -2,7 +2,7 @@
 
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
 use fireclay_kernels::Backend;
 use fireclay_model::{Family, LoraConfig, Transformer, TransformerConfig};
@@ -130,22 +130,22 @@ fn model_of<B: Backend>(
     device: &B::Device,
 ) -> Result<Transformer<Autodiff<B>>, Failure> {
     let seed = recipe.training.seed;
-    let model: Transformer<Autodiff<B>> = config.init(seed, device)?;
-    let Some((family, adapter)) = adapter else { return Ok(model) };
+    let Some((family, adapter)) = adapter else { return Ok(config.init(seed, device)?) };
     let dtype = recipe.training.precision.activations::<B>(device)?;
-    let model = model.map(&mut FrozenIn(dtype));
+    let model: Transformer<Autodiff<B>> = config.init_in(seed, dtype, device)?;
+    let model = model.map(&mut Frozen);
     model.with_lora(family, &adapter, None, seed).map_err(Failure::new)
 }
 
-/// Stores matrices in a dtype, as those of files are read that are not trained.
-struct FrozenIn(FloatDType);
+/// Detaches matrices, as those of files are that are not trained.
+struct Frozen;
 
-impl<B: burn::tensor::backend::Backend> ModuleMapper<B> for FrozenIn {
+impl<B: burn::tensor::backend::Backend> ModuleMapper<B> for Frozen {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         if D < 2 {
             return param;
         }
-        Param::initialized(param.id, param.val().cast(self.0).detach())
+        Param::initialized(param.id, param.val().detach())
     }
 }
 
@@ -168,6 +168,10 @@ fn draws() -> impl FnMut(u32) -> u32 {
         (state >> 8) % below
     }
 }
+
+const UTTERANCES: usize = 200;
+/// Pieces of an utterance, with [CLS] and [SEP] around its words.
+const PIECES: usize = 50;
 
 /// An epoch of 200 utterances of 50 pieces in batches of 32, with two layers of 128 unless settings
 /// change that; the loss is read once.
@@ -196,7 +200,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     let mut batches = batches.collect::<Result<Vec<Batch>, _>>()?;
     let batch_size = recipe.training.batch_size;
     batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == batch_size));
-    batches.truncate(200usize.div_ceil(batch_size));
+    batches.truncate(UTTERANCES.div_ceil(batch_size));
     if batches.is_empty() {
         return Err(Failure::usage(format!("batch_size {batch_size} is above the 200 utterances of the benchmark")));
     }
@@ -207,7 +211,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     })?;
     let values = seconds.iter().map(|seconds| 1e3 * seconds).collect();
     Ok(Measurement::new(
-        format!("intent/slot epoch, 200 utterances x {} tokens", recipe.training.seq_length),
+        format!("intent/slot epoch, {UTTERANCES} utterances of {PIECES} pieces"),
         named(recipe.training.precision.name(), options),
         "ms",
         values,
@@ -227,13 +231,12 @@ fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
         words: (0..WORDS).map(word).collect(),
         intent_slots: Default::default(),
     };
-    // [CLS] and [SEP] surround the words.
     let mut utterance = || Utterance {
-        words: (0..48).map(|_| word(draw(WORDS))).collect(),
-        tags: (0..48).map(|_| labels.tag(draw(labels.tag_count() as u32) as usize)).collect(),
+        words: (0..PIECES - 2).map(|_| word(draw(WORDS))).collect(),
+        tags: (0..PIECES - 2).map(|_| labels.tag(draw(labels.tag_count() as u32) as usize)).collect(),
         intent: labels.intents[draw(26) as usize].clone(),
     };
-    let train: Vec<Utterance> = (0..200).map(|_| utterance()).collect();
+    let train: Vec<Utterance> = (0..UTTERANCES).map(|_| utterance()).collect();
     let alphabet = [Utterance { words: (0..WORDS).map(word).collect(), tags: Vec::new(), intent: String::new() }];
     let pieces = PieceTokenizer::train(&alphabet, 2 * WORDS as usize + 5)?;
     let parts = Utterances { valid: train[..2].to_vec(), test: train[..2].to_vec(), train };
