@@ -135,6 +135,8 @@ raced=(
   linear::large_projections_match_the_reference
   linear::fused_projections_match_the_reference # has the activations of feed-forward layers
   linear::projections_of_few_rows_match_the_reference
+  experts::experts_in_half_precision_are_close_to_dense_layers_and_repeat_their_bits
+  lora::projections_with_adapters_in_half_precision_are_close_to_the_reference
 )
 racecheck() {
   # All of Hopper's kernels together: where one is left out, the tool fails.

@@ -3,8 +3,8 @@
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use fireclay_kernels::{
-    Activation, ActivationKind, Backend, FeedForwardLayer, HeadLossOptions, Norm, backward, embed, feed_forward,
-    head_loss, linear, linear_add,
+    Activation, ActivationKind, Backend, ExpertsLayer, FeedForwardLayer, HeadLossOptions, Norm, backward, embed,
+    experts, feed_forward, head_loss, linear, linear_add,
 };
 
 use crate::backend_test;
@@ -24,6 +24,8 @@ backend_test!(gradients_of_large_products_are_added_to_those_of_a_pass_before::<
     added_gradients_parity::<B>(&[half, DType::F32].map(|dtype| (dtype, sizes)), &device);
 });
 
+const EXPERTS: usize = 3;
+
 fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B::Device) {
     let gelu = Activation::plain(ActivationKind::GeluTanh);
     for (dtype, [vocabulary, tokens, d_model, d_ff]) in cases.iter().copied() {
@@ -40,8 +42,13 @@ fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B:
             leaf(8, [1, d_ff]),
             leaf(9, [d_model, d_ff]),
             leaf(10, [1, d_model]),
+            leaf(11, [EXPERTS * d_ff, d_model]),
+            leaf(12, [1, EXPERTS * d_ff]),
+            leaf(13, [EXPERTS * d_model, d_ff]),
+            leaf(14, [1, EXPERTS * d_model]),
         ];
-        let [table, up, down, bias, gamma, late, wide, wide_bias, narrow, narrow_bias] = &weights;
+        let [table, up, down, bias, gamma, late, wide, wide_bias, narrow, narrow_bias, of_experts @ ..] = &weights;
+        let [expert_up, expert_up_bias, expert_down, expert_down_bias] = of_experts;
         // Each pass has other tokens, and one weight occurs only in the second.
         let loss = |pass: usize| {
             let ids: Vec<i32> = (0..tokens).map(|at| (at * at * (pass + 7) % (vocabulary - pass)) as i32).collect();
@@ -59,6 +66,20 @@ fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B:
             if pass == 1 {
                 x = linear_add(x.clone(), late.clone(), None, None, x);
             }
+            // Experts of whom one has no token in one pass.
+            let chosen = (0..tokens).map(|at| (at * 3 % (EXPERTS - pass)) as i32).collect::<Vec<_>>();
+            let chosen = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(chosen, [tokens, 1]), device);
+            let layer = ExpertsLayer {
+                up: expert_up.clone().into(),
+                up_bias: Some(vector(expert_up_bias)),
+                activation: gelu,
+                limit: None,
+                down: expert_down.clone().into(),
+                down_bias: Some(vector(expert_down_bias)),
+            };
+            let shares = Tensor::<Autodiff<B>, 2>::ones([tokens, 1], device) * 0.5;
+            let rows = x.clone().reshape([tokens, d_model]);
+            x = x + experts(rows, chosen, shares, layer).reshape([1, tokens, d_model]);
             let inner = linear(x.clone(), wide.clone(), Some(vector(wide_bias)));
             x = linear_add(inner, narrow.clone(), Some(vector(narrow_bias)), None, x);
             // The gradient of a loss is not always one.
@@ -69,7 +90,7 @@ fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B:
         let [first, second] = [0, 1].map(|pass| backward(loss(pass), None));
         // Some gradients are shared, others not.
         let alone = backward(loss(0), None);
-        let held = [up, wide, table].map(|weight| gradient(weight, &first).expect("a gradient"));
+        let held = [up, wide, table, expert_up].map(|weight| gradient(weight, &first).expect("a gradient"));
         let before = held.clone().map(|held| values(&held));
         let both = backward(loss(1), Some(first));
         for (at, weight) in weights.iter().enumerate() {

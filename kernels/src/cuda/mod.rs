@@ -182,7 +182,6 @@ impl Arguments {
     /// A tensor of these sizes and strides from element `first` on, accessed by TMA in such boxes.
     /// The last stride is one, the others are multiples of 16 bytes. Rows of 128 bytes are swizzled
     /// in shared memory, others are not. f32 is rounded to TF32 when read.
-    /// lengths are not. f32 is rounded to TF32 where it is read.
     pub(crate) fn map_boxes<R: CubeRuntime, const D: usize>(
         mut self,
         x: &CubeTensor<R>,

@@ -1,7 +1,7 @@
 //! Mixtures of experts against dense layers with masked sums.
 
 use burn::backend::Autodiff;
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, ElementConversion, Int, Tensor};
 use fireclay_kernels::{
     Activation, ActivationKind, Backend, ExpertsLayer, Format, RandomKey, Weight, choose_experts, expert_loads, experts,
 };
@@ -10,8 +10,8 @@ use crate::backend_test;
 use crate::compare::{Tolerance, assert_close, random, tolerance};
 use crate::formats::matrix;
 use crate::harness::{
-    assert_parity, assert_parity_within, dtype_under_test, half_or_single, integers, strided, tolerance_under_test,
-    vector, with_gradients,
+    assert_parity, assert_parity_within, dtype_under_test, halves, integers, strided, tolerance_under_test, vector,
+    with_gradients,
 };
 use crate::plain;
 
@@ -192,29 +192,55 @@ backend_test!(experts_with_many_tokens_match_dense_layers::<B>(device) {
     }
 });
 
-/// Output and gradients in half precision, compared with dense layers in f32, and computed again.
-fn assert_half_case<B: Backend>(case: Case, routing: Routing, device: &B::Device) {
-    let half = half_or_single::<B>(device);
+/// Output and gradients in half precision, compared with dense layers in f32, and computed again; and
+/// the output without a graph. Weights and biases of routers are f32 in training: `mixed`.
+fn assert_half_case<B: Backend>(half: DType, case: Case, routing: Routing, mixed: bool, device: &B::Device) {
     let all = inputs::<B>(case, device).map(|x| x.cast(half));
     let chosen = integers::<Autodiff<B>, 2>(routing.chosen(case), [case.tokens, case.k], device);
-    let ours = || with_gradients(&all, half, |i| experts_of(i, &chosen, case, true));
+    let of = |i: &[Tensor<Autodiff<B>, 2>]| {
+        let at =
+            |at: usize| if mixed && [1, 4, 5].contains(&at) { i[at].clone().cast(DType::F32) } else { i[at].clone() };
+        experts_of(&std::array::from_fn::<_, 6, _>(at), &chosen, case, true)
+    };
+    let ours = || with_gradients(&all, half, of);
     let (output, gradients) = ours();
     let (wanted, wanted_gradients) =
         with_gradients(&all, DType::F32, |i| plain_experts_of(i, &chosen, case, half, true));
     let (again, gradients_again) = ours();
-    let what = format!("experts {case:?}, {routing:?}");
-    assert_close(&what, &output, &wanted, Tolerance::new(2e-2, half));
+    let what = format!("experts {case:?}, {routing:?}, {half:?}, weights and biases in f32 {mixed}");
+    let within = Tolerance::new(2e-2, half);
+    assert_close(&what, &output, &wanted, within);
     assert_close(&format!("{what}, again"), &again, &output, 0.0);
+    let without = experts_of(&all, &chosen.clone().inner(), case, true);
+    assert_close(&format!("{what}, without a graph"), &without, &wanted, within);
     for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
         let what = format!("{what}, gradient of input {at}");
-        assert_close(&what, gradient, wanted, Tolerance::new(2e-2, half));
+        // A row per expert, so that one wrong element of a bias is noticed.
+        let [rows, columns] = gradient.dims();
+        let rows = if rows == 1 { case.n_experts } else { rows };
+        let by_rows = |x: &Tensor<B, 2>| x.clone().reshape([rows, gradient.shape().num_elements() / rows]);
+        assert_close(&what, &by_rows(gradient), &by_rows(wanted), within);
         assert_close(&format!("{what}, again"), gradient, &gradients_again[at], 0.0);
+        let per_expert = rows / case.n_experts;
+        for expert in (0..case.n_experts).filter(|expert| at > 1 && !is_chosen(*expert, case, routing)) {
+            let own = by_rows(gradient).narrow(0, expert * per_expert, per_expert);
+            let largest = own.abs().max().into_scalar().elem::<f32>();
+            assert_eq!(largest, 0.0, "{what} of {columns} columns, expert {expert}, which no token chose");
+        }
     }
 }
 
+/// Whether a token chooses the expert; those that do not exist are the last.
+fn is_chosen(expert: usize, case: Case, routing: Routing) -> bool {
+    let last = case.n_experts - 1;
+    routing.chosen(case).into_iter().any(|chosen| usize::try_from(chosen).unwrap_or(last).min(last) == expert)
+}
+
 backend_test!(experts_in_half_precision_are_close_to_dense_layers_and_repeat_their_bits::<B>(device) {
-    for sizes in [[5, 64, 32, 8, 2], [300, 136, 72, 4, 2]] {
-        assert_half_case::<B>(case(sizes, SWIGLU, None), Routing::Random, &device);
+    for half in halves::<B>(&device) {
+        for (sizes, mixed) in [([5, 64, 32, 8, 2], false), ([300, 136, 72, 4, 2], false), ([330, 72, 40, 3, 2], true)] {
+            assert_half_case::<B>(half, case(sizes, SWIGLU, None), Routing::Random, mixed, &device);
+        }
     }
 });
 
@@ -224,13 +250,16 @@ backend_test!(experts_of_few_and_many_rows_in_half_precision_are_close_to_dense_
     let quick = Activation { kind: ActivationKind::QuickGelu, gated: true };
     for (sizes, activation, limit, routing) in [
         ([390, 72, 136, 3, 1], Activation::plain(ActivationKind::GeluTanh), None, Routing::One),
+        // Without a graph this has more slots than the kernel for few tokens takes.
         ([330, 64, 200, 5, 2], quick, Some(1.5), Routing::Random),
         ([150, 264, 24, 3, 2], SWIGLU, None, Routing::Beyond),
         ([130, 80, 40, 40, 3], Activation::plain(ActivationKind::Relu), None, Routing::Random),
         // This one has no number in the kernels.
         ([70, 72, 64, 4, 2], Activation::plain(ActivationKind::ReluSquared), None, Routing::Random),
     ] {
-        assert_half_case::<B>(case(sizes, activation, limit), routing, &device);
+        for half in halves::<B>(&device) {
+            assert_half_case::<B>(half, case(sizes, activation, limit), routing, false, &device);
+        }
     }
 });
 
@@ -313,8 +342,10 @@ backend_test!(decoding_with_quantized_experts_is_close_to_their_floats::<B>(devi
 
 backend_test!(the_best_experts_are_chosen_in_order_and_of_equal_ones_the_first::<B>(device) {
     for [tokens, n_experts, k] in [[1, 1, 1], [3, 5, 2], [70, 8, 8], [33, 130, 6], [9, 1000, 3]] {
-        // Few values, so that many are equal.
+        // Few values, so that many are equal; some experts are switched off.
         let scores = (random::<B, 2>(3, [tokens, n_experts], &device) * 6.0).round();
+        let off = scores.clone().greater_elem(if tokens == 70 { -2.0 } else { 4.0 });
+        let scores = scores.mask_fill(off, f32::NEG_INFINITY);
         let chosen = choose_experts(strided(scores.clone()), k);
         assert_eq!(chosen.dims(), [tokens, k]);
         let chosen: Vec<i64> = chosen.into_data().iter::<i64>().collect();

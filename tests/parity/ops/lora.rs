@@ -6,7 +6,7 @@ use fireclay_kernels::{Activation, ActivationKind, Backend, LoraLayer, lora};
 
 use crate::backend_test;
 use crate::compare::{Tolerance, assert_close, random, values};
-use crate::harness::{assert_parity, dtype_under_test, half_or_single, is_worth_it, strided, vector, with_gradients};
+use crate::harness::{assert_parity, dtype_under_test, halves, is_worth_it, strided, vector, with_gradients};
 use crate::plain;
 
 const GATED_SILU: Activation = Activation { kind: ActivationKind::Silu, gated: true };
@@ -108,7 +108,6 @@ backend_test!(projections_with_adapters_match_the_reference::<B>(device) {
 });
 
 backend_test!(projections_with_adapters_in_half_precision_are_close_to_the_reference::<B>(device) {
-    let half = half_or_single::<B>(&device);
     // Few rows; whole tiles of both products, tiles that are cut along the inner dimension or at
     // edges; ranks of less than a stage, a stage and more, and one that TMA does not read; and narrow
     // products that read their other side once.
@@ -123,7 +122,9 @@ backend_test!(projections_with_adapters_in_half_precision_are_close_to_the_refer
         [8192, 1024, 1280, 32],
         [16_384, 1024, 1024, 16],
     ];
-    for sizes in sizes.into_iter().filter(|sizes| is_worth_it::<B>(&device, &sizes[..3])) {
+    let sizes = sizes.into_iter().filter(|sizes| is_worth_it::<B>(&device, &sizes[..3]));
+    let halves = halves::<B>(&device);
+    for (half, sizes) in sizes.flat_map(|sizes| halves.iter().map(move |half| (*half, sizes))) {
         let rounded = inputs::<B>(sizes, &device).map(|x| x.cast(half).cast(DType::F32));
         for parts in PARTS {
             let what = format!("{half:?} lora {sizes:?}, {parts:?}");
@@ -134,6 +135,8 @@ backend_test!(projections_with_adapters_in_half_precision_are_close_to_the_refer
             let (wanted, wanted_gradients) =
                 with_gradients(&given, DType::F32, |i| plain_lora_of(&all(&rounded, &at, i), parts));
             assert_close(&what, &output, &wanted, Tolerance::new(1e-2, half));
+            let without = lora_of(&rounded.clone().map(|x| x.cast(half)), parts);
+            assert_close(&format!("{what}, without a graph"), &without, &wanted, Tolerance::new(1e-2, half));
             let (again, gradients_again) = ours();
             assert_eq!(values(&output), values(&again), "{what}: the same bits again");
             for (index, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {

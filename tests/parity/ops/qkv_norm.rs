@@ -24,6 +24,8 @@ backend_test!(qkv_norm_matches_the_reference::<B>(device) {
         [2, 130, 4, 2, 128],
         [1, 7, 2, 1, 320],
         [1, 3, 2, 2, 520],
+        // More rows than units: a unit adds up gradients of several.
+        [1, 1100, 4, 2, 128],
     ] {
         let heads = PackedHeads { n_heads, n_kv_heads, head_dim };
         let qkv = random::<B, 3>(1, [batch_size, seq_length, heads.width()], &device);

@@ -131,14 +131,15 @@ impl ExpertsOps for NdArray {
         chosen.par_chunks_mut(k).with_min_len(64).zip(scores.par_chunks(n_experts)).for_each(|(chosen, scores)| {
             let mut taken = [false; super::MOST_EXPERTS];
             for chosen in chosen {
-                // A NaN is never chosen before the last.
-                let mut best = n_experts - 1;
-                let mut largest = f32::NEG_INFINITY;
-                for (expert, score) in scores.iter().enumerate() {
-                    if *score > largest && !taken[expert] {
-                        (best, largest) = (expert, *score);
+                let mut best: Option<(usize, f32)> = None;
+                for (expert, score) in scores.iter().enumerate().filter(|(expert, _)| !taken[*expert]) {
+                    // A NaN is as low as can be.
+                    let score = score.max(f32::MIN);
+                    if best.is_none_or(|(_, largest)| score > largest) {
+                        best = Some((expert, score));
                     }
                 }
+                let best = best.map_or(n_experts - 1, |(expert, _)| expert);
                 taken[best] = true;
                 *chosen = best as i64;
             }

@@ -18,7 +18,8 @@ pub fn choose_experts<B: Backend>(operands: ChooseExperts<B>) -> Tensor<B, 2, In
     let [tokens, n_experts] = scores.dims();
     let own = Tensor::<B, 1, Int>::arange(0..n_experts as i64, &scores.device()).reshape([1, n_experts]);
     let own = own.expand([tokens, n_experts]);
-    let mut scores = scores.cast(DType::F32);
+    // What was chosen is below all others.
+    let mut scores = scores.cast(DType::F32).clamp_min(f32::MIN);
     let chosen = (0..k).map(|_| {
         let largest = scores.clone().max_dim(1).expand([tokens, n_experts]);
         let first = own.clone().mask_fill(scores.clone().lower(largest), n_experts as i64 - 1).min_dim(1);

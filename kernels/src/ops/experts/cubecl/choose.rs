@@ -58,9 +58,10 @@ fn choose_kernel<F: Float, I: Int>(
         let mut best = f32::MIN.runtime();
         let mut best_expert = n_experts;
         for expert in range_stepped(lane, n_experts, LANES) {
-            let score = f32::cast_from(scores[(row + expert) as usize]);
+            // The lowest scores are finite: not all backends have infinities.
+            let score = max(f32::cast_from(scores[(row + expert) as usize]), f32::MIN.runtime());
             let after = !any || score < last || (score == last && expert > last_expert);
-            if after && score > best {
+            if after && (score > best || best_expert == n_experts) {
                 best = score;
                 best_expert = expert;
             }

@@ -71,8 +71,8 @@ impl<R: CubeRuntime> Extra<R> {
 }
 
 impl<R: CubeRuntime> Hopper<R> {
-    /// None where the device is no Hopper GPU or no family is named; or where `x` or a weight is not of
-    /// 16 bits, or has rows that are no multiple of 16 bytes.
+    /// None where the device is no Hopper GPU, or where `x` or a weight is not of 16 bits, or has rows
+    /// that are no multiple of 16 bytes.
     pub(super) fn of(
         x: &CubeTensor<R>,
         chosen: &CubeTensor<R>,

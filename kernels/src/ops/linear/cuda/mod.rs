@@ -132,9 +132,11 @@ impl Traits {
     }
 
     /// Those of training with low-rank adapters in bf16, other than [those](Self::of_training) of training.
-    fn of_adapters() -> [Self; 3] {
+    /// The second last is the inference's, which saves no slopes.
+    fn of_adapters() -> [Self; 4] {
         let [plain, _, _, _, _, swiglu, backward, ..] = Self::of_training();
-        [plain, swiglu, backward].map(|traits| Self { extended: true, ..traits })
+        let generating = Self { slopes: 0, ..swiglu };
+        [plain, swiglu, generating, backward].map(|traits| Self { extended: true, ..traits })
     }
 
     /// The macros that both sources have.
@@ -279,9 +281,9 @@ impl<R: CubeRuntime> Epilogue<R> {
 }
 
 /// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as
-/// `[m, n]` of `dtype`: f32, or that of the operands. None where the device is no Hopper GPU, the
-/// product is too small, an operand has a layout that TMA cannot read, or something is to be added
-/// to f32.
+/// `[m, n]` of `dtype`: f32, or that of the operands. None where no family has a kernel for the
+/// device, the product is too small, an operand has a layout that is not read, or something is to be
+/// added to f32.
 pub(super) fn cuda_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
