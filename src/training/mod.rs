@@ -80,7 +80,11 @@ impl TrainingRun {
     ///
     /// # Errors
     /// If the folder cannot be written, or holds a run already.
-    pub fn begin(recipe: Recipe, out: &Path) -> Result<Self, Failure> {
+    pub fn begin(mut recipe: Recipe, out: &Path) -> Result<Self, Failure> {
+        // Full paths: the working directory may differ when the run resumes, or its adapter is read.
+        for path in [&mut recipe.init, &mut recipe.init_adapter].into_iter().flatten() {
+            *path = std::path::absolute(&*path).map_err(Failure::io(&*path))?;
+        }
         let origin = Origin::of(&recipe, None)?;
         Ok(Self::new(recipe, RunFolder::create(out)?, None, origin))
     }

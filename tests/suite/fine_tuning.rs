@@ -276,6 +276,36 @@ fn tied_embeddings_that_are_saved_merge_and_reload_to_the_same_logits() {
 }
 
 #[test]
+fn a_continued_adapter_keeps_its_dropout_and_drops_no_saved_table() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    base_and_chats(folder);
+    let run = tune(folder, "run", &["adapter=lora", "rank=4", "lora_dropout=0.1", "steps=2"]);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let continued = |out: &str| {
+        let mut command = crate::cli::program();
+        let args = ["train", "--task", "chat", "--init", "run", "--data", "chats.jsonl", "--out", out, "--steps", "2"];
+        command.current_dir(folder).args(args).args(["--plain", "--backend", crate::backend().as_str()]);
+        command.args(["--set", "batch_size=4", "--set", "seq_length=64"]).output().expect("the program starts")
+    };
+    let config = |run: &str| -> Value {
+        let text = std::fs::read_to_string(folder.join(run).join("adapter_config.json")).expect("a config");
+        serde_json::from_str(&text).expect("JSON")
+    };
+    let again = continued("again");
+    assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+    assert_eq!(config("again")["lora_dropout"], json!(0.1));
+    // As PEFT saves tables that have new rows.
+    let mut unnamed = config("run");
+    assert!(unnamed["modules_to_save"].as_array().is_some_and(|names| !names.is_empty()), "{unnamed}");
+    unnamed["modules_to_save"] = Value::Null;
+    std::fs::write(folder.join("run/adapter_config.json"), unnamed.to_string()).expect("writable");
+    let refused = continued("unnamed");
+    let told = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(1) && told.contains("its modules_to_save do not name"), "{told}");
+}
+
+#[test]
 fn an_adapter_is_trained_on_the_bits_that_a_quantized_folder_has() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
@@ -343,6 +373,58 @@ fn conversations_that_are_cut_off_leave_no_nan() {
         for line in metrics.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")) {
             assert!(line["loss"].as_f64().is_none_or(f64::is_finite), "{line}");
         }
+    }
+}
+
+#[test]
+fn a_control_token_within_an_answer_that_is_cut_off_ends_no_generation() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    base_and_chats(folder);
+    // The template begins an answer with a control token.
+    let template = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + ('<s>' if m.role == 'assistant' \
+                    else '') + m.content + '<|im_end|>' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- \
+                    '<|im_start|>assistant\n' -}}{%- endif -%}";
+    std::fs::write(folder.join("base/tokenizer_config.json"), json!({ "chat_template": template }).to_string())
+        .expect("writable");
+    let line = |at: usize| {
+        let answer = "cone ".repeat(if at % 2 == 0 { 1 } else { 80 });
+        json!({ "prompt": format!("Say cone. ({at})"), "completion": answer }).to_string()
+    };
+    std::fs::write(folder.join("chats.jsonl"), (0..20).map(line).collect::<Vec<_>>().join("\n")).expect("writable");
+    let run = tune(folder, "run", &["steps=1"]);
+    let told = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && told.contains("10 cut at 64 tokens"), "{told}");
+    let generation = std::fs::read_to_string(folder.join("run/generation_config.json")).expect("a config");
+    let generation: Value = serde_json::from_str(&generation).expect("JSON");
+    let end = tokenizer().token_id("<|im_end|>").expect("a control token");
+    assert_eq!(generation["eos_token_id"], json!([end]));
+}
+
+#[test]
+fn two_conversations_that_fit_are_enough_wherever_they_are() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    base_and_chats(folder);
+    let (fits, long) = (("kiln".to_string(), "cone"), ("kiln ".repeat(90), "cone"));
+    let write = |lines: Vec<Value>| {
+        let lines: Vec<String> = lines.iter().map(Value::to_string).collect();
+        std::fs::write(folder.join("chats.jsonl"), lines.join("\n")).expect("writable");
+    };
+    let chat = |(prompt, completion): &(String, &str)| json!({ "prompt": prompt, "completion": completion });
+    for first in [0, 4, 8] {
+        write((0..10).map(|at| chat(if at / 2 * 2 == first { &fits } else { &long })).collect());
+        let run = tune(folder, &format!("run-{first}"), &["steps=1"]);
+        let told = String::from_utf8_lossy(&run.stderr);
+        assert!(run.status.success() && told.contains("8 dropped as"), "{first}: {told}");
+    }
+    let unanswered = json!({ "prompt": "kiln", "completion": [{ "role": "user", "content": "cone" }] });
+    write(vec![chat(&long), chat(&fits), unanswered, chat(&long)]);
+    let run = tune(folder, "none", &["steps=1"]);
+    let told = String::from_utf8_lossy(&run.stderr);
+    assert!(!run.status.success() && told.lines().count() == 1, "{told}");
+    for part in ["1 of 4 conversations", "2 dropped", "seq_length=64", "1 dropped", "the role 'assistant'"] {
+        assert!(told.contains(part), "{part}: {told}");
     }
 }
 

@@ -54,6 +54,13 @@ impl Layout {
         })
     }
 
+    /// The same for a reader of pairs: a record that has both continuations is a pair, whatever
+    /// else it has.
+    pub(super) fn of_pair(record: &Map<String, Value>) -> Result<Self, String> {
+        let has = |field: &str| record.get(field).is_some_and(|value| !value.is_null());
+        if has("chosen") && has("rejected") { Ok(Self::Preference) } else { Self::of(record) }
+    }
+
     /// The conversation of a record.
     pub(super) fn conversation(self, mut record: Map<String, Value>) -> Result<Conversation, String> {
         match self {
@@ -88,26 +95,24 @@ impl Layout {
     }
 }
 
-/// The pair of a record. Without a prompt, the messages that both continuations begin with are it.
+/// The pair of a record. Without a prompt, or if the continuations repeat it, the messages that both
+/// begin with are it.
 pub(super) fn preference(mut record: Map<String, Value>) -> Result<Preference, String> {
     let (chosen, rejected) = (take(&mut record, "chosen")?, take(&mut record, "rejected")?);
     let prompt = record.remove("prompt").filter(|prompt| !prompt.is_null());
     let (prompt, chosen, rejected) = match prompt {
-        Some(prompt) => (
-            turns(prompt, "user", Speaker::Nobody)?,
-            turns(chosen, "assistant", Speaker::Assistant)?,
-            turns(rejected, "assistant", Speaker::Assistant)?,
-        ),
-        None if chosen.is_string() => return Err("lacks the field prompt".into()),
-        None => {
-            let (mut chosen, mut rejected) =
-                (messages(chosen, Speaker::Assistant)?, messages(rejected, Speaker::Assistant)?);
-            let shared = chosen.messages.iter().zip(&rejected.messages).take_while(|(a, b)| a == b).count();
-            let mut prompt = chosen.split_to(shared);
-            rejected.split_to(shared);
-            prompt.supervised.fill(false);
-            (prompt, chosen, rejected)
+        Some(prompt) => {
+            let prompt = turns(prompt, "user", Speaker::Nobody)?;
+            let chosen = turns(chosen, "assistant", Speaker::Assistant)?;
+            let rejected = turns(rejected, "assistant", Speaker::Assistant)?;
+            match (chosen.repeats(&prompt), rejected.repeats(&prompt)) {
+                (true, true) => split_shared(chosen, rejected),
+                (false, false) => (prompt, chosen, rejected),
+                _ => return Err("repeats its prompt in one of chosen and rejected, and not in the other".into()),
+            }
         }
+        None if chosen.is_string() => return Err("lacks the field prompt".into()),
+        None => split_shared(messages(chosen, Speaker::Assistant)?, messages(rejected, Speaker::Assistant)?),
     };
     if chosen == rejected {
         return Err("prefers one of two that are the same".into());
@@ -117,6 +122,15 @@ pub(super) fn preference(mut record: Map<String, Value>) -> Result<Preference, S
     }
     let both = |turns: Turns| with_options(prompt.clone().followed_by(turns), &mut record.clone());
     Ok(Preference { chosen: both(chosen)?, rejected: both(rejected)? })
+}
+
+/// The messages that both conversations begin with, and the rest of each.
+fn split_shared(mut chosen: Turns, mut rejected: Turns) -> (Turns, Turns, Turns) {
+    let shared = chosen.messages.iter().zip(&rejected.messages).take_while(|(a, b)| a == b).count();
+    let mut prompt = chosen.split_to(shared);
+    rejected.split_to(shared);
+    prompt.supervised.fill(false);
+    (prompt, chosen, rejected)
 }
 
 /// Whose messages are supervised.
@@ -143,6 +157,21 @@ impl Turns {
         self.messages.extend(next.messages);
         self.supervised.extend(next.supervised);
         self
+    }
+
+    /// Whether they begin with those of `prompt`, maybe after a system message.
+    fn repeats(&self, prompt: &Self) -> bool {
+        let content = |message: &Value| match &message["content"] {
+            Value::String(text) => Value::from(text.trim()),
+            other => other.clone(),
+        };
+        let alike = |(own, asked): (&Value, &Value)| own["role"] == asked["role"] && content(own) == content(asked);
+        let begins = |own: &[Value]| own.len() >= prompt.messages.len() && own.iter().zip(&prompt.messages).all(alike);
+        let behind_system = match self.messages.split_first() {
+            Some((first, rest)) if first["role"] == "system" => begins(rest),
+            _ => false,
+        };
+        begins(&self.messages) || behind_system
     }
 
     /// Takes out the first `count`.

@@ -8,6 +8,9 @@
 //! | ShareGPT | `conversations`: objects with `from` and `value`; `system`, `tools` |
 //! | preference | `chosen`, `rejected`, and maybe `prompt`: strings, or lists of messages |
 //!
+//! Lists in `chosen` and `rejected` may repeat the prompt, as UltraFeedback's do. A record with these
+//! and `messages` is a pair to [`Preference::read`], and a conversation to [`Conversations::read`].
+//!
 //! Records are JSON lines, JSON arrays, tables or Parquet, as [`TextSource`] reads them.
 
 mod layout;
@@ -95,7 +98,7 @@ impl Conversations {
     /// Preference pairs are refused.
     pub fn read(path: &Path) -> Result<Self, DataError> {
         let mut all = Vec::new();
-        let layout = records(path, |layout, record| {
+        let layout = records(path, Layout::of, |layout, record| {
             if layout == Layout::Preference {
                 return Err("has preference pairs (chosen, rejected): train on them with --task preference".into());
             }
@@ -113,7 +116,7 @@ impl Preference {
     /// If a file cannot be read, there is no record, or a record is no pair.
     pub fn read(path: &Path) -> Result<Vec<Self>, DataError> {
         let mut all = Vec::new();
-        records(path, |layout, record| {
+        records(path, Layout::of_pair, |layout, record| {
             if layout != Layout::Preference {
                 return Err(format!("has {layout}, but a preference pair has the fields chosen and rejected"));
             }
@@ -124,9 +127,10 @@ impl Preference {
     }
 }
 
-/// Hands each record of `path` to `each`, with the layout of the first.
+/// Hands each record of `path` to `each`, with the layout `of` the first.
 fn records(
     path: &Path,
+    of: impl Fn(&Map<String, Value>) -> Result<Layout, String>,
     mut each: impl FnMut(Layout, Map<String, Value>) -> Result<(), String>,
 ) -> Result<Layout, DataError> {
     let source = TextSource::records(path)?;
@@ -149,7 +153,7 @@ fn records(
         };
         let layout = match found {
             Some(layout) => layout,
-            None => *found.insert(Layout::of(&record).map_err(refused)?),
+            None => *found.insert(of(&record).map_err(refused)?),
         };
         each(layout, record).map_err(refused)?;
         Ok(ControlFlow::Continue(()))
@@ -300,6 +304,62 @@ mod tests {
             fs::write(&file, same.to_string()).expect("writable");
             assert!(Preference::read(&file).is_err(), "{same}");
         }
+    }
+
+    /// The pairs of some records.
+    fn pairs(records: &[Value]) -> Result<Vec<Preference>, String> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("pairs.jsonl");
+        let text: Vec<String> = records.iter().map(Value::to_string).collect();
+        fs::write(&file, text.join("\n")).expect("writable");
+        Preference::read(&file).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_prompt_that_the_continuations_repeat_is_there_once() {
+        let turn = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let (system, question, more) = (turn("system", "s"), turn("user", "q"), turn("user", "r"));
+        let answers = ["a", "b", "c"].map(|answer| turn("assistant", answer));
+        let records = [
+            json!({ "prompt": "q", "chosen": [question, answers[0]], "rejected": [question, answers[1]] }),
+            json!({ "prompt": "q\n", "chosen": [question, answers[0]], "rejected": [question, answers[1]] }),
+            json!({ "prompt": [question], "chosen": [question, answers[0]], "rejected": [question, answers[1]] }),
+            json!({ "prompt": "q", "chosen": [system, question, answers[0]],
+                "rejected": [system, question, answers[1]] }),
+            json!({ "prompt": "q", "chosen": [question, answers[2], more, answers[0]],
+                "rejected": [question, answers[2], more, answers[1]] }),
+            // A list that begins otherwise is a continuation.
+            json!({ "prompt": "q", "chosen": [answers[2], more, answers[0]],
+                "rejected": [answers[2], more, answers[1]] }),
+        ];
+        let wanted = [
+            &["user: q"][..],
+            &["user: q"],
+            &["user: q"],
+            &["system: s", "user: q"],
+            &["user: q", "assistant: c", "user: r"],
+            &["user: q", "*assistant: c", "user: r"],
+        ];
+        for (pair, wanted) in pairs(&records).expect("readable").iter().zip(wanted) {
+            assert_eq!(shown(&pair.chosen), [wanted, &["*assistant: a"]].concat());
+            assert_eq!(shown(&pair.rejected), [wanted, &["*assistant: b"]].concat());
+        }
+        let one = json!({ "prompt": "q", "chosen": [question, answers[0]], "rejected": [answers[1]] });
+        let refused = pairs(&[one]).expect_err("one repeats the prompt");
+        assert!(refused.contains("record 1 repeats its prompt in one of"), "{refused}");
+    }
+
+    #[test]
+    fn a_record_with_messages_and_both_continuations_is_a_pair_or_a_conversation_as_asked() {
+        let turn = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let [chosen, rejected] = ["a", "b"].map(|answer| json!([turn("user", "q"), turn("assistant", answer)]));
+        let record =
+            json!({ "prompt": "q", "messages": chosen, "chosen": chosen, "rejected": rejected, "score_chosen": 8 });
+        let pair = &pairs(std::slice::from_ref(&record)).expect("a pair")[0];
+        assert_eq!(shown(&pair.chosen), ["user: q", "*assistant: a"]);
+        assert_eq!(shown(&pair.rejected), ["user: q", "*assistant: b"]);
+        let read = read(&record.to_string()).expect("a conversation");
+        assert_eq!((read.layout, shown(&read.all[0])), (Layout::Messages, shown(&pair.chosen)));
     }
 
     #[test]

@@ -164,6 +164,18 @@ impl<B: Backend> Transformer<B> {
         }
         let saved = self.saved_parameters(family, config)?;
         if let Some(files) = files {
+            let all = files.saved_modules();
+            // One parameter is both, and is saved under the name of one.
+            let tied = |name: &str| self.config().tied_embeddings && Some(name) == family.head_name();
+            let other = all.weights().find(|name| !saved.iter().any(|(own, _)| own == name) && !tied(name));
+            if let Some(name) = other {
+                let module = name.strip_suffix(".weight").unwrap_or(name);
+                let module = module.rsplit('.').next().unwrap_or(module);
+                return Err(format!(
+                    "the adapter saves {name} whole, which its modules_to_save do not name: add {module} to them in \
+                     adapter_config.json to train it, or begin from the merged model"
+                ));
+            }
             self = self.with_saved(files, &saved)?;
         }
         for (path, matrix) in self.matrices_mut() {

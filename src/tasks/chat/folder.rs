@@ -96,7 +96,8 @@ impl ChatFolder {
         })
     }
 
-    /// Adds the tokens that end supervised turns to those that end generation.
+    /// Adds the tokens that end supervised turns to those that end generation. Of an example that
+    /// is cut off, the last control token may be within a turn: hand over whole ones.
     pub(in crate::tasks) fn learn_ends<'a>(
         &mut self,
         examples: impl IntoIterator<Item = &'a Example>,

@@ -53,6 +53,8 @@ pub struct Report {
     pub cut: usize,
     /// Conversations without a supervised token within a row's length.
     pub dropped: usize,
+    /// Those of them that have one beyond it.
+    pub too_long: usize,
     /// Tokens that the model reads.
     pub tokens: usize,
     /// Tokens that it learns to write.
@@ -86,7 +88,11 @@ impl Chat {
         };
         let all: Vec<Vec<Example>> = read.all.par_iter().enumerate().map(examples).collect::<Result<_, _>>()?;
         let control = masker.controls_of(all.iter().flatten());
+        folder.learn_ends(all.iter().flatten(), |token| control.contains(&token));
+        // The first token of a sequence is not predicted.
+        let learned = |example: &Example| example.supervised.iter().skip(1).filter(|supervised| **supervised).count();
         let mut fitting = |of_one: Vec<Example>| {
+            let answers = of_one.iter().any(|example| learned(example) > 0);
             let mut kept = Vec::new();
             for mut example in of_one {
                 if example.positions() > seq_length {
@@ -94,8 +100,7 @@ impl Chat {
                     example.supervised.truncate(seq_length + 1);
                     report.cut += 1;
                 }
-                // The first token of a sequence is not predicted.
-                let supervised = example.supervised.iter().skip(1).filter(|supervised| **supervised).count();
+                let supervised = learned(&example);
                 if supervised == 0 {
                     continue;
                 }
@@ -104,17 +109,20 @@ impl Chat {
                 report.supervised += supervised;
                 kept.push(example);
             }
-            report.dropped += usize::from(kept.is_empty());
+            if kept.is_empty() {
+                report.dropped += 1;
+                report.too_long += usize::from(answers);
+            }
             kept
         };
-        let all = all.into_iter().map(&mut fitting).collect();
-        let (train, valid): (Vec<Vec<Example>>, _) = parted(all, recipe);
-        let [train, valid] = [train, valid].map(|part| part.into_iter().flatten().collect::<Vec<Example>>());
-        if train.is_empty() || valid.is_empty() {
-            return Err(Failure::new(format!("{source}: {}", nothing_left(&report, &folder, seq_length))));
+        let mut all: Vec<Vec<Example>> = all.into_iter().map(&mut fitting).collect();
+        all.retain(|kept| !kept.is_empty());
+        if all.len() < 2 {
+            return Err(Failure::new(format!("{source}: {}", too_few(&report, &folder, seq_length))));
         }
+        let (train, valid) = parted(all, recipe);
+        let [train, valid] = [train, valid].map(|part| part.into_iter().flatten().collect::<Vec<Example>>());
         let pack = |examples| Packed::new(examples, seq_length, recipe.data.packing);
-        folder.learn_ends(&train, |token| control.contains(&token));
         Ok(Self { folder, train: pack(train), valid: pack(valid), report })
     }
 
@@ -151,7 +159,7 @@ impl Chat {
         collective: &Collective,
     ) -> Result<Validation, Failure> {
         let Rank { rank, ranks } = collective.rank();
-        let rows = self.valid.rows.first(tokens, self.valid.seq_length);
+        let rows = self.valid.rows.sample(tokens, self.valid.seq_length);
         let batches: Vec<(&[usize], TokenBatch)> =
             rows.chunks(batch_size).map(|rows| (rows, self.valid.batch(rows))).collect();
         let total: usize = batches.iter().map(|(_, batch)| batch.target_count()).sum();
@@ -184,7 +192,7 @@ impl Chat {
 
     /// What is trained on, and how much of it is supervised.
     pub(super) fn describe(&self, _config: &TransformerConfig, training: &TrainingRecipe) -> String {
-        let Report { layout, conversations, examples, cut, dropped, tokens, supervised } = &self.report;
+        let Report { layout, conversations, examples, cut, dropped, too_long, tokens, supervised } = &self.report;
         let layout = layout.map_or_else(String::new, |layout| format!("{layout}: "));
         let share = 100.0 * *supervised as f64 / (*tokens).max(1) as f64;
         let (steps, rows) = (training.steps, training.batch_size * training.accumulation);
@@ -194,8 +202,11 @@ impl Chat {
         if *cut > 0 {
             lost += &format!(", {cut} cut at {} tokens", training.seq_length);
         }
-        if *dropped > 0 {
-            lost += &format!(", {dropped} dropped as nothing in them is supervised");
+        if *too_long > 0 {
+            lost += &format!(", {too_long} dropped as nothing within these is supervised");
+        }
+        if dropped > too_long {
+            lost += &format!(", {} dropped as nothing in them is supervised", dropped - too_long);
         }
         format!(
             "{layout}{conversations} conversations, {examples} examples{lost}; {share:.1}% of {tokens} tokens are \
@@ -261,23 +272,24 @@ fn top_tokens<B: Backend>(model: &Transformer<B>, hidden: Tensor<B, 3>) -> Resul
     Ok(top)
 }
 
-/// Why nothing is left to learn from, or to hold out.
-fn nothing_left(report: &Report, folder: &ChatFolder, seq_length: usize) -> String {
-    let Report { conversations, dropped, cut, .. } = report;
-    if dropped < conversations {
-        return format!(
-            "{} conversations are left: at least two are needed, one of them to hold out",
-            conversations - dropped
+/// Why too few conversations are left to learn from and to hold one out.
+fn too_few(report: &Report, folder: &ChatFolder, seq_length: usize) -> String {
+    let Report { conversations, dropped, too_long, .. } = report;
+    let mut told = format!(
+        "{} of {conversations} conversations can be learned from: at least two are needed, one of them to hold out",
+        conversations - dropped
+    );
+    if *too_long > 0 {
+        told += &format!(
+            "; {too_long} dropped without a supervised token within seq_length={seq_length} tokens: --set seq_length=N"
         );
     }
-    if *cut > 0 {
-        return format!(
-            "no conversation has a supervised token within seq_length={seq_length} tokens: --set seq_length=N"
-        );
+    if dropped > too_long {
+        let part = match folder.template.marks_generations() {
+            true => "what it marks with {% generation %} is empty",
+            false => "no message has the role 'assistant', or all of these have the weight 0",
+        };
+        told += &format!("; {} dropped without any supervised token: by the chat template {part}", dropped - too_long);
     }
-    let part = match folder.template.marks_generations() {
-        true => "what it marks with {% generation %} is empty",
-        false => "no message has the role 'assistant', or all of these have the weight 0",
-    };
-    format!("no token of any conversation is supervised: by the chat template {part}")
+    told
 }

@@ -5,6 +5,9 @@ use rayon::prelude::*;
 
 use super::mask::Example;
 
+/// The seed of the order that rows are sampled in.
+const SAMPLE: u64 = 0x7361_6d70;
+
 /// For each row the examples in it, by their numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::tasks) struct Rows(Vec<Vec<usize>>);
@@ -47,10 +50,12 @@ impl Rows {
         self.0.len()
     }
 
-    /// The first rows, of `length` tokens each: as many as have about so many tokens, and at least
-    /// one.
-    pub(in crate::tasks) fn first(&self, tokens: usize, length: usize) -> Vec<usize> {
-        (0..self.len()).take(tokens.div_ceil(length).max(1)).collect()
+    /// Rows of `length` tokens each, the same in every run: as many as have about so many tokens,
+    /// and at least one. The first ones would have the longest examples.
+    pub(in crate::tasks) fn sample(&self, tokens: usize, length: usize) -> Vec<usize> {
+        let mut rows = shuffled(self.len(), SAMPLE, 0);
+        rows.truncate(tokens.div_ceil(length).max(1));
+        rows
     }
 
     /// The examples of a row.
@@ -111,6 +116,23 @@ mod tests {
         assert!(rows.iter().all(|row| row.iter().map(|example| lengths[*example]).sum::<usize>() <= 100));
         let least = lengths.iter().sum::<usize>().div_ceil(100);
         assert!(rows.len() <= least + least / 20, "{} rows, and at least {least} are needed", rows.len());
+    }
+
+    #[test]
+    fn a_sample_of_packed_rows_has_examples_of_all_lengths() {
+        let lengths: Vec<usize> = (0..400).map(|at| 60 + at * 7 % 41).collect();
+        let rows = Rows::new(&lengths, 100, true);
+        let mean = |sample: &[usize]| {
+            let all: Vec<usize> = sample.iter().flat_map(|row| rows.of_row(*row)).map(|at| lengths[*at]).collect();
+            all.iter().sum::<usize>() as f64 / all.len() as f64
+        };
+        let sample = rows.sample(10_000, 100);
+        assert_eq!((sample.len(), &sample), (100, &rows.sample(10_000, 100)));
+        let mut all = rows.sample(usize::MAX, 100);
+        assert!((mean(&sample) - mean(&all)).abs() < 5.0, "{} of {}", mean(&sample), mean(&all));
+        all.sort_unstable();
+        assert_eq!(all, (0..rows.len()).collect::<Vec<_>>());
+        assert_eq!(rows.sample(0, 100).len(), 1);
     }
 
     #[test]

@@ -53,7 +53,10 @@ impl Preferences {
 
     /// The same with those of the checkpoint `folder`.
     pub(super) fn resume(recipe: &Recipe, folder: &Path) -> Result<Self, Failure> {
-        Self::of(recipe, ChatFolder::open(folder)?)
+        let mut folder = ChatFolder::open(folder)?;
+        // Rewards are measured against the model as the run began, with its new tokens.
+        folder.rows = ChatFolder::begin(recipe, recipe.init.as_deref())?.rows;
+        Self::of(recipe, folder)
     }
 
     fn of(recipe: &Recipe, mut folder: ChatFolder) -> Result<Self, Failure> {
@@ -127,7 +130,7 @@ impl Preferences {
         collective: &Collective,
     ) -> Result<Validation, Failure> {
         let Rank { rank, ranks } = collective.rank();
-        let rows = self.valid.rows.first(tokens, self.valid.seq_length);
+        let rows = self.valid.rows.sample(tokens, self.valid.seq_length);
         let batches: Vec<PairBatch> =
             rows.chunks(recipe.training.batch_size).map(|rows| self.valid.batch(rows)).collect();
         let whole: usize = batches.iter().map(PairBatch::pairs).sum();
