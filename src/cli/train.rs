@@ -13,8 +13,9 @@ use fireclay::download::show_fetching;
 use fireclay::inference::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay::recipe::TaskName;
+use fireclay::recipe::schema::Keep;
 use fireclay::recipe::{Recipe, RecipeRequest, shipped_names};
-use fireclay::runs::{Comparison, Run};
+use fireclay::runs::{Comparison, Run, RunRecord};
 use fireclay::stdout;
 use fireclay::training::parallel::{Launch, Ranks, Start};
 use fireclay::training::{Follower, Outcome, TrainingRun, View, leave_terminal};
@@ -211,7 +212,7 @@ fn train_one(
     match backend.run_as(rank, local, shown(run, args, backend).with_interrupter(interrupter))? {
         Outcome::Done(summary) if args.run.json => stdout::line(&summary),
         Outcome::Done(summary) => {
-            tell(&summary);
+            tell(&summary, &folder);
             match task.writes_text() {
                 _ if matches!(task, TaskName::Chat | TaskName::Preference) => {
                     eprintln!("\nTry it: fireclay chat --model {}", folder.display())
@@ -235,6 +236,26 @@ fn interrupted(folder: &Path, step: u64) -> ExitCode {
     signalled()
 }
 
+/// Refuses a folder that holds a run with other settings than those of `recipe`.
+fn check_settings(folder: &Path, recipe: &Recipe) -> Result<(), Failure> {
+    if !TrainingRun::is_begun(folder) && TrainingRun::done(folder)?.is_none() {
+        return Ok(());
+    }
+    let differences = RunRecord::find(folder)?.map_or_else(Vec::new, |record| record.differences(recipe));
+    if differences.is_empty() {
+        return Ok(());
+    }
+    let own = |(name, value): &(String, Option<Value>)| match value {
+        None => format!("no {name}"),
+        Some(Value::String(text)) => format!("{name}={text}"),
+        Some(value) => format!("{name}={value}"),
+    };
+    let (shown, own) = (folder.display(), differences.iter().map(own).collect::<Vec<_>>().join(", "));
+    Err(Failure::new(format!(
+        "{shown} already holds a run, with other settings ({own}): repeat these, or choose another --out"
+    )))
+}
+
 /// Trains a model per seed, one after the other, each into its own folder. Skips seeds that are
 /// done and resumes one that was interrupted.
 fn train_seeds(
@@ -245,19 +266,25 @@ fn train_seeds(
     backend: BackendName,
     interrupter: Interrupter,
 ) -> Result<ExitCode, Failure> {
+    // All folders are checked before the first model is trained.
+    let runs = (recipe.training.seed..).take(seeds as usize).map(|seed| {
+        let (folder, recipe) = (out.join(format!("seed-{seed}")), recipe.with("training.seed", &seed.to_string())?);
+        check_settings(&folder, &recipe)?;
+        Ok::<_, Failure>((seed, folder, recipe))
+    });
+    let runs = runs.collect::<Result<Vec<_>, _>>()?;
     let mut summaries = Vec::new();
-    for seed in (recipe.training.seed..).take(seeds as usize) {
-        let folder = out.join(format!("seed-{seed}"));
+    for (seed, folder, recipe) in runs {
         if let Some(summary) = TrainingRun::done(&folder)? {
-            summaries.push(of_seed(summary, seed, args.run.json));
+            summaries.push(of_seed(summary, seed, &folder, args.run.json));
             continue;
         }
         let run = match TrainingRun::is_begun(&folder) {
             true => TrainingRun::resume(&folder, args.allow_changed_data, Ok)?,
-            false => TrainingRun::begin(recipe.with("training.seed", &seed.to_string())?, &folder)?,
+            false => TrainingRun::begin(recipe, &folder)?,
         };
         match backend.run(shown(run, args, backend).with_interrupter(interrupter.clone()))? {
-            Outcome::Done(summary) => summaries.push(of_seed(summary, seed, args.run.json)),
+            Outcome::Done(summary) => summaries.push(of_seed(summary, seed, &folder, args.run.json)),
             Outcome::Interrupted(step) => {
                 eprintln!("stopped at step {step} of seed {seed}; run the same command again to continue");
                 return Ok(signalled());
@@ -299,13 +326,17 @@ fn train_sweep(
             })
             .collect();
     }
-    // All recipes are checked before the first is trained.
-    let recipes = combinations.iter().map(|settings| recipe.with_all(settings.iter().copied()));
-    let recipes = recipes.collect::<Result<Vec<_>, _>>()?;
-    let mut folders = Vec::new();
-    for (settings, recipe) in combinations.iter().zip(recipes) {
+    // All recipes and folders are checked before the first is trained.
+    let planned = combinations.iter().map(|settings| {
+        let recipe = recipe.with_all(settings.iter().copied())?;
         let name: Vec<String> = settings.iter().map(|(key, value)| format!("{key}={value}")).collect();
         let folder = out.join(name.join(",").replace(['/', '\\'], "-"));
+        check_settings(&folder, &recipe)?;
+        Ok::<_, Failure>((name, folder, recipe))
+    });
+    let planned = planned.collect::<Result<Vec<_>, _>>()?;
+    let mut folders = Vec::new();
+    for (name, folder, recipe) in planned {
         folders.push(folder.clone());
         if TrainingRun::done(&folder)?.is_some() {
             continue;
@@ -319,7 +350,7 @@ fn train_sweep(
                 summary["event"] = json!("run");
                 stdout::line(&summary);
             }
-            Outcome::Done(summary) => tell(&summary),
+            Outcome::Done(summary) => tell(&summary, &folder),
             Outcome::Interrupted(step) => {
                 eprintln!("stopped at step {step} of {}; run the same command again to continue", name.join(", "));
                 return Ok(signalled());
@@ -355,13 +386,13 @@ fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRu
 }
 
 /// Prints the summary of one of several runs.
-fn of_seed(mut summary: Value, seed: u64, as_json: bool) -> Value {
+fn of_seed(mut summary: Value, seed: u64, folder: &Path, as_json: bool) -> Value {
     summary["event"] = json!("seed");
     summary["seed"] = json!(seed);
     if as_json {
         stdout::line(&summary);
     } else {
-        tell(&summary);
+        tell(&summary, folder);
     }
     summary
 }
@@ -421,8 +452,8 @@ fn latest_run() -> Result<PathBuf, Failure> {
     newest.ok_or_else(|| Failure::new("no run in runs/ to resume: name one with --out DIR"))
 }
 
-/// Prints the summary as text.
-fn tell(summary: &Value) {
+/// Prints the summary of the run in `folder` as text.
+fn tell(summary: &Value, folder: &Path) {
     let number = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
     let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));
     let valid = number("valid_loss");
@@ -441,7 +472,12 @@ fn tell(summary: &Value) {
     let (best, out) = (summary["best_step"].as_u64().unwrap_or(0), summary["out"].as_str().unwrap_or(""));
     let is_scored = ["intent_accuracy", "accuracy"].iter().any(|name| !summary[*name].is_null());
     let why = if is_scored { "best validation scores" } else { "lowest validation loss" };
-    eprintln!("the model of step {best}, with the {why}, is in {out}");
+    match RunRecord::find(folder) {
+        Ok(Some(record)) if record.recipe.training.keep == Keep::Last => {
+            eprintln!("the last model, of step {best}, is in {out}");
+        }
+        _ => eprintln!("the model of step {best}, with the {why}, is in {out}"),
+    }
 }
 
 /// Generates a short sample from the new model.

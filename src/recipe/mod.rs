@@ -6,6 +6,7 @@ mod parse;
 mod request;
 pub mod schedule;
 pub mod schema;
+mod settings;
 pub mod task;
 pub mod tuning;
 

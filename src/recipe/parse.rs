@@ -257,6 +257,17 @@ mod tests {
     }
 
     #[test]
+    fn an_alpha_that_is_not_above_zero_is_refused() {
+        let recipe = Recipe::shipped("chat-lora").expect("a good recipe");
+        for alpha in ["0", "-16", "nan", "inf", "-inf"] {
+            let failure = recipe.with("alpha", alpha).expect_err("no scale");
+            assert!(failure.to_string().contains("lora.alpha is"), "{alpha}: {failure}");
+            assert_eq!(failure.exit_code(), 2);
+        }
+        recipe.with("alpha", "0.5").expect("a scale");
+    }
+
+    #[test]
     fn every_field_of_the_models_config_can_be_set() {
         let config = serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).expect("a config is JSON");
         let known = known_keys();

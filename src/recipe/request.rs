@@ -49,7 +49,7 @@ impl RecipeRequest {
     /// # Errors
     /// If the recipe does not exist or has another task, or a setting is invalid.
     pub fn recipe(&self) -> Result<Recipe, Failure> {
-        self.change(self.base()?)
+        self.applied(self.base()?)
     }
 
     /// The recipe without changes.
@@ -69,11 +69,17 @@ impl RecipeRequest {
         }
     }
 
-    /// Applies the changes to `recipe`, such as that of a resumed run.
+    /// Applies the changes to `recipe`, that of a run that resumes.
     ///
     /// # Errors
-    /// If a setting is invalid.
-    pub fn change(&self, mut recipe: Recipe) -> Result<Recipe, Failure> {
+    /// If a setting is invalid, or changes what the run has from its checkpoint.
+    pub fn change(&self, recipe: Recipe) -> Result<Recipe, Failure> {
+        let changed = self.applied(recipe.clone())?;
+        recipe.check_kept(&changed)?;
+        Ok(changed)
+    }
+
+    fn applied(&self, mut recipe: Recipe) -> Result<Recipe, Failure> {
         if let (Some(data), None) = (&self.data, &self.recipe) {
             recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
         }
@@ -104,6 +110,89 @@ impl RecipeRequest {
             }
             recipe.training.precision = precision;
         }
-        if self.settings.is_empty() { recipe.check() } else { recipe.with_settings(&self.settings) }
+        let recipe = if self.settings.is_empty() { recipe.check() } else { recipe.with_settings(&self.settings) }?;
+        if self.field.is_some() {
+            recipe.check_effects([("data", "field")]).map_err(|failure| failure.about("--field"))?;
+        }
+        Ok(recipe)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::ModelSizes;
+
+    fn assert_keeps(recipe: &Recipe, setting: &str, wanted: &str) {
+        let request = RecipeRequest { settings: vec![setting.to_string()], ..RecipeRequest::default() };
+        let failure = request.change(recipe.clone()).expect_err("the run has its own");
+        assert!(failure.to_string().contains(wanted), "{setting}: {failure}");
+        assert_eq!(failure.exit_code(), 2);
+    }
+
+    fn assert_changes(recipe: &Recipe, setting: &str) {
+        let request = RecipeRequest { settings: vec![setting.to_string()], ..RecipeRequest::default() };
+        if let Err(failure) = request.change(recipe.clone()) {
+            panic!("{setting}: {failure}");
+        }
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_its_adapter_and_chat_template() {
+        let recipe = Recipe::shipped("chat-lora").expect("a good recipe");
+        let recipe = recipe.with_all([("init", "base"), ("alpha", "16")]).expect("known keys");
+        for (setting, wanted) in [
+            ("alpha=8", "--resume keeps the run's alpha (16): leave out --set alpha"),
+            ("lora.rank=4", "--resume keeps the run's rank (16): leave out --set rank"),
+            ("rslora=true", "rslora (false)"),
+            ("dora=true", "dora (false)"),
+            ("targets=q_proj", "targets (all-linear)"),
+            ("modules_to_save=embed_tokens", "modules_to_save (not set)"),
+            ("base=nf4", "base (auto)"),
+            ("adapter=none", "adapter (lora)"),
+            ("init_adapter=other", "init_adapter (not set)"),
+            ("task=preference", "task (chat)"),
+            ("chat_template=x.jinja", "chat_template (not set)"),
+        ] {
+            assert_keeps(&recipe, setting, wanted);
+        }
+        for setting in
+            ["alpha=16", "rank=16", "steps=500", "learning_rate=1e-3", "lora_dropout=0.1", "dropout=0.1", "init=moved"]
+        {
+            assert_changes(&recipe, setting);
+        }
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_the_shape_of_its_model() {
+        let recipe = Recipe::shipped("stories").expect("a good recipe");
+        let recipe = Recipe { sizes: ModelSizes { vocab_size: 10, ..ModelSizes::default() }, ..recipe };
+        for (setting, wanted) in [
+            ("d_model=48", "--resume keeps the run's d_model (96): leave out --set d_model"),
+            ("context_length=256", "context_length (128)"),
+            ("dropout=0.2", "dropout ("),
+            ("tokenizer=char", "tokenizer (byte)"),
+            ("init=base", "init (not set)"),
+        ] {
+            assert_keeps(&recipe, setting, wanted);
+        }
+        for setting in ["d_model=96", "context_length=128", "steps=5000", "tokenizer=byte", "seed=3"] {
+            assert_changes(&recipe, setting);
+        }
+    }
+
+    #[test]
+    fn a_field_without_effect_is_refused() {
+        let request = |recipe: &str, init: Option<&str>| RecipeRequest {
+            recipe: Some(recipe.into()),
+            init: init.map(PathBuf::from),
+            field: Some("story".into()),
+            ..RecipeRequest::default()
+        };
+        let failure = request("stories-chat", Some("base")).recipe().expect_err("conversations have no such field");
+        assert!(failure.to_string().starts_with("--field: data.field has no effect: it needs text"), "{failure}");
+        assert_eq!(failure.exit_code(), 2);
+        let recipe = request("shakespeare-char-cpu", None).recipe().expect("documents have a field");
+        assert_eq!(recipe.data.field, "story");
     }
 }

@@ -400,6 +400,10 @@ impl Recipe {
         if self.lora.dora && self.lora.lora_dropout > 0.0 {
             return Err(Failure::usage("lora.lora_dropout and lora.dora: DoRA is trained without dropout"));
         }
+        let alpha = self.lora.alpha;
+        if !(alpha.is_finite() && alpha > 0.0) {
+            return Err(Failure::usage(format!("lora.alpha is {alpha}: it must be a number above 0")));
+        }
         let beta = self.preference.beta;
         if !(beta.is_finite() && beta > 0.0) {
             return Err(Failure::usage(format!("preference.beta is {beta}: it must be a number above 0")));

@@ -69,11 +69,7 @@ impl Run {
         };
         // The last line of a running run may be incomplete.
         let events = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-        let record = match RunRecord::read(folder) {
-            Ok(record) => Some(record),
-            Err(_) if !folder.join(crate::run_folder::RECORD).exists() => None,
-            Err(failure) => return Err(failure),
-        };
+        let record = RunRecord::find(folder)?;
         let done = fs::read_to_string(folder.join(DONE)).ok().and_then(|text| serde_json::from_str(&text).ok());
         Ok(Self { folder: folder.to_path_buf(), record, events, done })
     }
@@ -122,11 +118,11 @@ impl Run {
         self.events.iter().filter_map(|event| event["step"].as_u64()).max().unwrap_or(0)
     }
 
-    /// The best validation: step and loss.
+    /// The best validation: step and loss. The one before the first step has no model.
     pub fn best(&self) -> Option<(u64, f64)> {
         let valid = self.events.iter().filter(|event| event["event"] == "valid");
         let losses = valid.filter_map(|event| Some((event["step"].as_u64()?, event["loss"].as_f64()?)));
-        losses.min_by(|a, b| a.1.total_cmp(&b.1))
+        losses.filter(|(step, _)| *step > 0).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     /// Tokens per second: of the whole run if finished, else of its last steps.
@@ -143,24 +139,7 @@ impl Run {
 
     /// Its settings by full name, as in a recipe.
     pub fn settings(&self) -> Map<String, Value> {
-        fn add(prefix: &str, value: &Value, settings: &mut Map<String, Value>) {
-            match value {
-                Value::Object(fields) if !fields.is_empty() => {
-                    for (name, value) in fields {
-                        let name = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
-                        add(&name, value, settings);
-                    }
-                }
-                value => {
-                    settings.insert(prefix.to_string(), value.clone());
-                }
-            }
-        }
-        let mut settings = Map::new();
-        if let Some(record) = &self.record {
-            add("", &serde_json::to_value(&record.recipe).unwrap_or_default(), &mut settings);
-        }
-        settings
+        self.record.as_ref().map_or_else(Map::new, |record| record.recipe.settings())
     }
 }
 
@@ -171,4 +150,19 @@ impl Run {
 pub fn write_report(folder: &Path) -> Result<(), Failure> {
     let run = Run::read(folder)?;
     write_atomic(&folder.join(REPORT), page::page(&run.name(), &[run]).as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_validation_before_training_is_never_the_best() {
+        let valid = |step: u64, loss: f64| json!({"event": "valid", "step": step, "loss": loss});
+        let of = |events: Vec<Value>| Run { folder: PathBuf::from("run"), record: None, events, done: None }.best();
+        assert_eq!(of(vec![valid(0, 1.0), valid(2, 3.0), valid(4, 2.0)]), Some((4, 2.0)));
+        assert_eq!(of(vec![valid(0, 1.0)]), None);
+    }
 }

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use fireclay_model::TransformerConfig;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::ceilings::Peaks;
 use crate::failure::Failure;
@@ -85,6 +86,20 @@ impl RunRecord {
         }
         let text = serde_json::to_string_pretty(&record).map_err(|error| Failure::new(error.to_string()))?;
         write_atomic(&folder.join(RECORD), text.as_bytes())
+    }
+
+    /// The record of the run in `folder`; none for old runs.
+    ///
+    /// # Errors
+    /// If it is damaged.
+    pub fn find(folder: &Path) -> Result<Option<Self>, Failure> {
+        if folder.join(RECORD).exists() { Self::read(folder).map(Some) } else { Ok(None) }
+    }
+
+    /// The run's settings that `recipe` has otherwise, each with its value in the run, if set there.
+    pub fn differences(&self, recipe: &Recipe) -> Vec<(String, Option<Value>)> {
+        let here = std::env::current_dir().unwrap_or_default();
+        self.recipe.with_full_paths(Path::new(&self.folder)).differences(&recipe.with_full_paths(&here))
     }
 
     /// Reads the record of a run.

@@ -234,6 +234,26 @@ fn a_run_whose_data_moved_or_changed_goes_on_only_when_told_to() {
 }
 
 #[test]
+fn a_resumed_run_keeps_the_settings_of_its_model() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    assert!(begin_command(&out).args(["--set", "steps=4"]).status().expect("the program starts").success());
+    let go_on = |setting: &str| {
+        let mut command = fireclay();
+        command.args(["train", "--resume", "--plain", "--backend", crate::backend().as_str(), "--steps", "8"]);
+        command.args(["--set", setting, "--out"]).arg(&out);
+        let output = command.stderr(Stdio::piped()).output().expect("the program starts");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, told) = go_on("d_model=32");
+    assert_eq!(code, Some(2), "{told}");
+    assert!(told.contains("--resume keeps the run's d_model (16): leave out --set d_model"), "{told}");
+    assert_eq!(told.lines().count(), 1, "{told}");
+    let (code, told) = go_on("d_model=16");
+    assert_eq!(code, Some(0), "{told}");
+}
+
+#[test]
 fn twenty_kills_at_random_moments_leave_no_unreadable_checkpoint() {
     let folder = tempfile::tempdir().expect("a folder");
     let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));

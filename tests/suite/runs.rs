@@ -72,6 +72,42 @@ fn a_sweep_trains_every_combination_once_and_shows_them_beside_each_other() {
 }
 
 #[test]
+fn seeds_and_sweeps_use_no_run_with_other_settings() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("seeds");
+    let seeds = ["--seeds", "1", "--seed", "7", "--out", text(&out)];
+    let first = lines(&train(&[&small()[..], &seeds].concat()));
+    let other = ["--set", "steps=5", "--set", "learning_rate=0.5"];
+    let words = ["seed-7 already holds a run", "training.steps=6", "training.learning_rate=0.004", "another --out"];
+    assert_refused(&train(&[&small()[..], &seeds, &other].concat()), 1, &words);
+    let again = lines(&train(&[&small()[..], &seeds].concat()));
+    assert_eq!(again.last(), first.last(), "equal settings are used again");
+    assert!(again.iter().all(|line| line["event"] != "train"), "{again:?}");
+
+    let out = folder.path().join("sweep");
+    let sweep = ["--sweep", "seed=1", "--out", text(&out)];
+    lines(&train(&[&small()[..], &sweep].concat()));
+    // A value that the recipe leaves to its family, and a new member, which is not begun.
+    let other = ["--set", "n_kv_heads=1", "--sweep", "seed=2,1", "--out", text(&out)];
+    let words = ["seed=1 already holds a run", "no model.n_kv_heads", "another --out"];
+    assert_refused(&train(&[&small()[..], &other].concat()), 1, &words);
+    assert!(!out.join("seed=2").exists(), "all are checked before the first is trained");
+}
+
+#[test]
+fn the_closing_line_says_which_model_is_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (keep, wanted) in [("keep=last", "the last model, of step 6, is in"), ("keep=best", "lowest validation loss")] {
+        let out = folder.path().join(keep);
+        let args = [&small()[..], &["--set", keep, "--out", text(&out)]].concat();
+        let args: Vec<&str> = args.into_iter().filter(|word| *word != "--json").collect();
+        let output = train(&args);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && told.contains(wanted), "{told}");
+    }
+}
+
+#[test]
 fn runs_are_compared_by_what_differs() {
     let folder = tempfile::tempdir().expect("a folder");
     let [a, b] = ["a", "b"].map(|name| folder.path().join(name));
