@@ -388,7 +388,7 @@ fn a_control_token_within_an_answer_that_is_cut_off_ends_no_generation() {
     std::fs::write(folder.join("base/tokenizer_config.json"), json!({ "chat_template": template }).to_string())
         .expect("writable");
     let line = |at: usize| {
-        let answer = "cone ".repeat(if at % 2 == 0 { 1 } else { 80 });
+        let answer = "cone ".repeat(if at.is_multiple_of(2) { 1 } else { 80 });
         json!({ "prompt": format!("Say cone. ({at})"), "completion": answer }).to_string()
     };
     std::fs::write(folder.join("chats.jsonl"), (0..20).map(line).collect::<Vec<_>>().join("\n")).expect("writable");
