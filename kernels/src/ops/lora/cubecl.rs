@@ -3,6 +3,7 @@
 
 use burn::tensor::Tensor;
 use burn_cubecl::element::BoolElement;
+use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::projections::{self, scaled};
@@ -80,18 +81,31 @@ where
     let LoraLayer { weight, bias, b, activation, .. } = layer;
     // A weight of another format is dequantized for these only, as a product of few rows reads it as
     // it is stored.
-    if x.dims()[0] < FEWEST_ROWS {
+    let rows = primitive(x.clone());
+    if x.dims()[0] < FEWEST_ROWS || !has_kernel(&rows, inner.dims()[1]) {
         return None;
     }
     let [weight, b] = [weight, b].map(|weight| transposed(primitive(float_weight(weight.clone(), x))));
     let low_rank = [primitive(inner.clone()), b];
-    let (x, bias) = (primitive(x.clone()), bias.clone().map(primitive));
+    let (x, bias) = (rows, bias.clone().map(primitive));
     if let Some(activation) = activation {
         let (output, slopes) = product_activate(&x, &weight, Some(&low_rank), bias.as_ref(), *activation, *keeps)?;
         return Some((float(output), slopes.map(float).map(Saved::Slopes)));
     }
     let added = Added { bias, residual: residual.clone().map(primitive), low_rank: Some(low_rank), dropout: None };
     Some((float(product_add(&x, &weight, &added)?), None))
+}
+
+/// Whether the device has a GEMM with a second product, whose rows TMA reads.
+#[cfg(feature = "cuda")]
+fn has_kernel<R: CubeRuntime>(x: &CubeTensor<R>, rank: usize) -> bool {
+    let is_half = crate::cuda::half_name(x.dtype.into()).is_some();
+    is_half && rank.is_multiple_of(8) && crate::cuda::takes(x, crate::cuda::Arch::Sm90)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn has_kernel<R: CubeRuntime>(_x: &CubeTensor<R>, _rank: usize) -> bool {
+    false
 }
 
 /// Fewest rows of a product with both matrices: a tile of the GEMM.

@@ -23,10 +23,12 @@ use self::product::CubeMatrix;
 use self::products::Products;
 use self::sums::grouped_sums;
 #[cfg(feature = "cuda")]
+use super::ExpertsLayer;
+#[cfg(feature = "cuda")]
 use super::few_rows::FewRows;
 use super::{
-    ChooseExperts, ExpertLoads, ExpertsBackward, ExpertsForward, ExpertsGradients, ExpertsLayer, ExpertsOps,
-    ExpertsOutput, Pass, Sizes, limited, reference,
+    ChooseExperts, ExpertLoads, ExpertsBackward, ExpertsForward, ExpertsGradients, ExpertsOps, ExpertsOutput, Pass,
+    Sizes, limited, reference,
 };
 use crate::checked::Checked;
 use crate::cubecl::{array, empty, grid, vector_width};
