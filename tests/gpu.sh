@@ -141,7 +141,7 @@ raced=(
 racecheck() {
   # All of Hopper's kernels together: where one is left out, the tool fails.
   under_sanitizer --tool racecheck --racecheck-report analysis \
-    --kernel-name kns=hopper --kernel-name kns=attention_documents || return 0
+    --kernel-name kns=hopper --kernel-name kns=attention_documents --kernel-name kns=experts_few_rows || return 0
   under=(env FIRECLAY_RACECHECK=1 "${under[@]}")
   at_once=1 # It takes much of the host's memory.
   local test

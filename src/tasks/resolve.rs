@@ -156,15 +156,16 @@ impl Recipe {
         let base = Some(hub_name(folder).unwrap_or_else(|| folder.display().to_string()));
         if let Some(start) = &self.init_adapter {
             let config = LoraFiles::read_config(start)?;
-            let asked = Some(self.lora.lora_dropout).filter(|asked| *asked > 0.0);
-            if config.dora && asked.or(Some(config.dropout)) > Some(0.0) {
+            // Its own, if none is set.
+            let dropout = if self.lora.lora_dropout > 0.0 { self.lora.lora_dropout } else { config.dropout };
+            if config.dora && dropout > 0.0 {
                 return Err(Failure::usage(format!(
-                    "{}: DoRA is trained without dropout: leave out lora_dropout, and set it to 0 in adapter_config.json",
+                    "{}: DoRA is trained without dropout: leave out lora_dropout, and set it to 0 in \
+                     adapter_config.json",
                     start.display()
                 )));
             }
-            // Its own, if none is set.
-            return Ok(LoraConfig { dropout: asked.unwrap_or(config.dropout), base, ..config });
+            return Ok(LoraConfig { dropout, base, ..config });
         }
         let LoraRecipe { rank, alpha, rslora, lora_dropout, targets, modules_to_save, dora, base: _ } = &self.lora;
         let names = |list: &str| -> Vec<String> {

@@ -282,9 +282,9 @@ fn a_continued_adapter_keeps_its_dropout_and_drops_no_saved_table() {
     base_and_chats(folder);
     let run = tune(folder, "run", &["adapter=lora", "rank=4", "lora_dropout=0.1", "steps=2"]);
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    let continued = |out: &str| {
+    let continued = |init: &str, out: &str| {
         let mut command = crate::cli::program();
-        let args = ["train", "--task", "chat", "--init", "run", "--data", "chats.jsonl", "--out", out, "--steps", "2"];
+        let args = ["train", "--task", "chat", "--init", init, "--data", "chats.jsonl", "--out", out, "--steps", "2"];
         command.current_dir(folder).args(args).args(["--plain", "--backend", crate::backend().as_str()]);
         command.args(["--set", "batch_size=4", "--set", "seq_length=64"]).output().expect("the program starts")
     };
@@ -292,15 +292,24 @@ fn a_continued_adapter_keeps_its_dropout_and_drops_no_saved_table() {
         let text = std::fs::read_to_string(folder.join(run).join("adapter_config.json")).expect("a config");
         serde_json::from_str(&text).expect("JSON")
     };
-    let again = continued("again");
+    let again = continued("run", "again");
     assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
     assert_eq!(config("again")["lora_dropout"], json!(0.1));
+    // DoRA would leave it out.
+    let run = tune(folder, "dora", &["adapter=lora", "rank=4", "dora=true", "steps=2"]);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let mut dropped = config("dora");
+    dropped["lora_dropout"] = json!(0.1);
+    std::fs::write(folder.join("dora/adapter_config.json"), dropped.to_string()).expect("writable");
+    let refused = continued("dora", "dora-again");
+    let told = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && told.contains("DoRA is trained without dropout"), "{told}");
     // As PEFT saves tables that have new rows.
     let mut unnamed = config("run");
     assert!(unnamed["modules_to_save"].as_array().is_some_and(|names| !names.is_empty()), "{unnamed}");
     unnamed["modules_to_save"] = Value::Null;
     std::fs::write(folder.join("run/adapter_config.json"), unnamed.to_string()).expect("writable");
-    let refused = continued("unnamed");
+    let refused = continued("run", "unnamed");
     let told = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(1) && told.contains("its modules_to_save do not name"), "{told}");
 }
